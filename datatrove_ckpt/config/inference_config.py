@@ -313,7 +313,6 @@ class InferenceConfig:
             )
 
     def _check_endpoints(self) -> None:
-        """Reads ``endpoints``, which may be mappings, and the files of their prices."""
         for url in self.urls:
             check_url(url, "endpoint_url")
         if self.endpoints is None:
@@ -394,14 +393,13 @@ class InferenceConfig:
         return sorted(models - {self.model_name_or_path})
 
     def prices_at(self, endpoint: str) -> JsonObject:
-        """Returns the prices of an endpoint by its name, or of the first endpoint with prices."""
         prices = self.prices
         if self.endpoints is not None:
             ends = self._named_endpoints
             prices = next((end.prices for end in ends.values() if end.prices), None)
             if endpoint in ends:
                 prices = ends[endpoint].prices
-        assert not isinstance(prices, str)  # the file was read
+        assert not isinstance(prices, str)
         return prices or {}
 
     @property
@@ -474,7 +472,6 @@ class InferenceConfig:
 
     @property
     def servers(self) -> int:
-        """The number of servers that a task launches, or of endpoints."""
         if self.server_type == "endpoint":
             return len(self.endpoints_by_name)
         return self.replicas
@@ -547,7 +544,6 @@ class EngineCommand(NamedTuple):
     Attributes:
         argv: command line; holds no secret.
         env: additions to the environment; may hold the API key, so it is never shown.
-        takes_key: whether the server checks the API key.
     """
 
     argv: tuple[str, ...]
@@ -665,7 +661,6 @@ class EngineLaunch(NamedTuple):
 
 
 def _flag(name: str, value: object) -> list[str]:
-    """Returns a flag and its value, converted as in datatrove."""
     if value is None:
         return []
     if value is True:
@@ -683,7 +678,7 @@ class MetricNames(NamedTuple):
     Attributes:
         tokens: counters that grow while the engine works, also at a long prompt.
         cache_usage: used share of the KV cache; "" if the engine does not show it.
-        cache_config: labels with the size of the KV cache; "" if the engine does not show it.
+        cache_config: labels with the size of the KV cache, or "".
     """
 
     running: str
@@ -720,13 +715,11 @@ class Engine:
             finish_reason, and its request fields for structured output are unknown.
         health_path: path of the URL that answers 5xx, or not at all, when the server is dead.
         leases_gpus: whether ranks on one node divide their GPUs by locks.
-        metrics: names of its metrics; None: it has none.
         task_flags: ``model_kwargs`` that a task of the short form needs, by the task's name.
         ways: APIs for other answers than texts, by the names of ``generate``'s methods; the engine
             lacks the other methods. The default is vLLM's.
         drain_seconds: minimum time to finish its requests after a SIGTERM, if it can.
-        causes: causes of failed starts, each with a pattern in its log, ignoring case; the four
-            above apply to several engines.
+        causes: causes of failed starts, each with a pattern in its log, ignoring case.
         address_flags: flags of its address and key, which ``model_kwargs`` may not name.
         answering_flags: flags that change its answers, so they belong to the run's identity.
         continuing_flag: flag with which it continues half-written answers; "": it does not.
@@ -813,7 +806,6 @@ class Engine:
         return None
 
     def command(self, launch: EngineLaunch) -> EngineCommand:
-        """Returns the command that launches a server, without side effects."""
         raise NotImplementedError
 
     def launch(
@@ -861,7 +853,6 @@ class Engine:
         return f"OpenAI's API takes no {kind}; use {instead}"
 
     def lacks(self, method: str) -> str:
-        """Returns the error if ``generate`` lacks this method with the engine; else ""."""
         if method in self.ways:
             return ""
         having = ", ".join(engine.name for engine in ENGINES.values() if method in engine.ways)

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 _LABEL = "datatrove_ckpt_run"
 _SETTINGS = "DATATROVE_CKPT_JOB_SETTINGS"
-_CANCELED = "canceled"  # a file in logging_dir
+_CANCELED = "canceled"
 _ALL_RANKS = 2  # codes of ``code_of_rank``
 _LIMIT_REACHED = 4
 
@@ -63,7 +63,6 @@ class _Job:
 
     Attributes:
         launch: names the file in which the job records why it failed.
-        settings: the hash of the job's settings and code.
         reached: the progress of all ranks when the job was first seen.
         retries: how many jobs before it, in turn, advanced no rank.
     """
@@ -292,9 +291,6 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
                 raise self.given_up_error(given_up)
 
     def _keep_jobs(self, claims: Claims) -> None:
-        """Keeps at most ``workers`` jobs alive, one for each free rank, until no rank and no job is
-        left.
-        """
 
         def look() -> tuple[int, int, dict[int, str]]:
             return len(claims.free().ranks), len(claims.other_claimants()), claims.given_up()
@@ -310,7 +306,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
                 stage = self._stage(job)
                 if stage in ("COMPLETED", "ERROR", "CANCELED", "DELETED"):
                     retries = self._retries_after(job, stage)
-                else:  # the list was old
+                else:
                     alive[job.id] = job
             free, at_work, given_up = self._call_hub("The claims of tasks cannot be listed", look)
             incomplete = set(self._incomplete(range(self.tasks))) - given_up.keys()
@@ -375,7 +371,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
 
     def _start(self, alive: dict[str, _Job], number: int, retries: int, began: float) -> None:
         with (
-            suppress(OSError, ValueError),  # there is none
+            suppress(OSError, ValueError),
             self.logging_dir.open(_CANCELED, "r") as file,
         ):
             if float(file.read()) > began:

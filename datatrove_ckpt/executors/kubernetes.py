@@ -103,9 +103,6 @@ _RULES: list[JsonObject] = [
 
 
 def config_map(text: str, plan: "RunPlan", metadata: JsonObject) -> tuple[JsonObject, list[str]]:
-    """Returns the job's file and the user's own modules, as far as there is room, and the names of
-    the other modules.
-    """
     from datatrove_ckpt.user_code.script_names import own_modules  # slow to import
 
     data = {"job.yaml": text}

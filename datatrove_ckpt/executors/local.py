@@ -249,7 +249,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
             complete += 1
             if screen is None:
                 logger.info(f"{complete} of {plural(self.world_size, 'task')} completed.")
-            else:  # it counts them
+            else:
                 screen.complete(rank)
 
         with self._screen(len(local), complete, stats) as screen:
@@ -263,7 +263,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         is_cut = bool(incomplete) or (not self.skip_completed and complete < len(local))
         if is_cut and self._ends_by_limit():
             return stats
-        if complete < len(local):  # other processes have completed the others
+        if complete < len(local):
             stats = self._stats_of_complete(local)
         if incomplete:
             raise not_complete(self, incomplete)
@@ -404,7 +404,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         return rank_progress(list(filter(None, urls)), roots, rank)
 
     def _run_ranks(self, ranks: Sequence[int], screen: Screen | None, done: _Done) -> None:
-        """Runs the ranks. Beside workers, it runs the ranks that they leave, and waits for them.
+        """Runs the ranks that workers beside it leave, and waits for the others.
 
         Without workers, no rank is claimed: a worker that would join sees this process, and is
         refused.
@@ -444,9 +444,6 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         self._take_and_run(ranks, screen, done)
 
     def _take_and_run(self, ranks: Sequence[int], screen: Screen | None, done: _Done) -> None:
-        """Runs the ranks that no other process runs. Then ``run`` waits for the others, and a
-        worker ends.
-        """
         with self._open_claims("", screen) as claims:
             worker = copy(self)
             worker.workers = 1
@@ -704,11 +701,6 @@ def not_complete(executor: PipelineExecutor, incomplete: Sequence[int]) -> CkptE
 
 
 def raise_limit_reached(pipeline: Sequence[object], incomplete: Sequence[int]) -> None:
-    """Checks the limits of a run with incomplete ranks.
-
-    Raises:
-        LimitReached: ranks are left, and the run has reached a limit.
-    """
     reached = limit_reached(pipeline) if incomplete else None
     if reached is not None:
         raise reached

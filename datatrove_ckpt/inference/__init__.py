@@ -3,6 +3,6 @@
     client/     takes a payload, returns an answer: connections, retries, causes of failures
     servers/    launches, watches and restarts servers, and divides the node's GPUs among them
 
-``servers`` imports ``client``, never the other way round. Neither touches a checkpoint, and neither
-imports datatrove, whose import would slow down each server process.
+Neither folder touches a checkpoint, and neither imports datatrove, whose import would slow down
+each server process.
 """

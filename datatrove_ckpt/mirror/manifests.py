@@ -13,8 +13,7 @@ The object names keep the older words "claim" and "generation", which are part o
 ``nonce`` is the writing owner's, so two processes never write one object.
 
 A version is complete if its manifest and at least one copy of each object are intact. Versions
-share objects, so without second copies one bad byte would spoil all versions. The object store
-makes the second copy without a transfer.
+share objects, so without second copies one bad byte would spoil all versions.
 
 Files only grow, so their new bytes become a new object, and so do new answers of unfinished
 documents. Then
@@ -24,10 +23,9 @@ remove.
 
 Versions are signed if there is a key in the environment. A signed manifest names the SHA-256 of
 each object, because xxh128 is not cryptographic. A signature is an HMAC-SHA256 of the manifest, the
-name of the version and the rank's address on the mirror. So without the key no manifest can be
-made, changed, renumbered, or moved to another rank. A writer can still remove versions, so that an
-older signed version is the newest; only a node that still has its folder notices. A writer can also
-stop a run by claiming the mirror.
+name of the version and the rank's address on the mirror. A writer can still remove versions, so
+that an older signed version is the newest; only a node that still has its folder notices. A writer
+can also stop a run by claiming the mirror.
 """
 
 from __future__ import annotations
@@ -81,7 +79,6 @@ class ManifestSigner:
             )
 
     def add(self, name: str, body: bytes) -> bytes:
-        """Returns the manifest's JSON, with a signature if there is a key."""
         if not self.is_on:
             return body
         return b'%s,"hmac":"%s"}' % (body[:-1], self._digest(name, body).encode())
@@ -202,7 +199,6 @@ class Manifest:
     """The content of a version.
 
     Attributes:
-        run: the content of ``run.json``.
         files: the parts of each other file, in order.
         answers: parts that hold rows of the request cache, as lines of JSON.
         uploaded_at: time of the upload, in ISO 8601.
@@ -293,9 +289,6 @@ def contains_version(owner: Json, version: Version) -> bool:
 
 
 def encode_answers(rows: list[CachedRequest]) -> Iterator[tuple[bytes, frozenset[int]]]:
-    """Yields rows of the request cache as contents of objects, each with the ordinals of its
-    documents.
-    """
     lines: list[bytes] = []
     start = size = 0
     for end, row in enumerate(rows, 1):
@@ -310,11 +303,6 @@ def encode_answers(rows: list[CachedRequest]) -> Iterator[tuple[bytes, frozenset
 
 
 def decode_answers(data: bytes) -> Iterator[CachedRequest]:
-    """Yields the rows of one object.
-
-    Raises:
-        MirrorDamaged: a line is no row of a request cache.
-    """
     for line in data.splitlines():
         try:
             request = CachedRequest.from_json(line)
@@ -415,7 +403,6 @@ class VersionStore:
         raise MirrorDamaged(f"object {part.name} is missing or damaged, and so is its copy")
 
     def list_objects(self) -> set[tuple[str, str]]:
-        """Returns folder and name of both copies of all objects. Omits foreign names."""
         names = (
             (folder, name) for folder in ("objects", "copies") for name in self.store.names(folder)
         )
@@ -452,7 +439,7 @@ class VersionWriter:
         """The versions on the mirror, with the names of their objects."""
         self._garbage: set[tuple[str, str]] = set()
         """Folder and name of objects that are removed once no version on the mirror needs them."""
-        self._ownership = Ownership(0, "")  # not taken yet
+        self._ownership = Ownership(0, "")
         self._number_floor = 0
         """The numbers of this owner's versions are larger."""
 
@@ -460,7 +447,6 @@ class VersionWriter:
         return sum(part.size for part in self._files.get(name, ()))
 
     def compact(self) -> None:
-        """Drops the small last parts of files with many parts, to upload them again as one part."""
         for parts in self._files.values():
             if len(parts) >= _MAX_PARTS:
                 while parts and parts[-1].size < _SMALL_PART_BYTES:

@@ -39,11 +39,9 @@ from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, VersionStore, Vers
 from datatrove_ckpt.process import job_launch
 from datatrove_ckpt.process.shutdown import Shutdown, get_within
 
-# How long a publication waits for the mirror's owner, and how long the result counts.
 _OWNER_WAIT_SECONDS = 60.0
 _OWNER_VALID_SECONDS = 1.0
 _POLL_SECONDS = 0.1
-# How long ``stop`` waits for the last upload.
 STOP_SECONDS = 15.0
 # The limit once a stop is requested: a preempted job has half a minute for everything.
 DRAIN_SECONDS = 5.0
@@ -334,7 +332,7 @@ class RemoteMirror:
         file = stack.enter_context((self.folder / name).open("rb"))
         file.seek(start)
         if size - start > 2**20:
-            return file  # closed with the stack
+            return file
         data = file.read(size - start)
         file.close()
         return io.BytesIO(data)

@@ -24,9 +24,8 @@ The folder is built beside its final place and renamed, so a crash leaves nothin
 restored checkpoint gets a new owner. Its ``earlier`` owners include owners of damaged versions, so
 that these are not tried again.
 
-A mirror is also read without writing to it or taking ownership. ``status``, ``report`` and
-``verify`` read local files, so some files of each rank's newest complete version are copied to a
-folder. An empty lock file marks an unfinished rank.
+In the copies that ``status``, ``report`` and ``verify`` read, an empty lock file marks an
+unfinished rank.
 
 ``repair`` restores ranks from their mirror and uploads them again. The upload is a new version of a
 new owner: a node with the old folder restores it at its next start, and a process that still works
@@ -353,9 +352,7 @@ class MirrorReader:
         """Copies the ranks that have a newer version than the copy.
 
         Raises:
-            StorageFailed: the mirror cannot be read.
-            CheckpointCorrupt: no version of a rank is complete.
-            ConfigError: the bucket does not exist, or the mirror's key is too short.
+            StorageFailed, CheckpointCorrupt, ConfigError: see ``restore``.
         """
         try:
             names = list(rank_names(self._store))
@@ -515,7 +512,6 @@ def join_mirrored_job(
 ) -> bytes | None:
     """Compares a rank that starts with the ranks that only the mirror has.
 
-    Args:
     Returns:
         Content of ``job.json`` if the mirror lacks it. The rank's mirror uploads it, because a
         remote may hang.
@@ -594,7 +590,6 @@ def _compare(
     without: int | None = None,
     with_output: bool = False,
 ) -> tuple[Json, JobChanges | None]:
-    """Returns the mirror's ``job.json``, and the changes; None if ``job.json`` is of this run."""
     store = ObjectStore(url)
     job = read_job(url)
     if job and not compare(job, run_identity, with_output=with_output):

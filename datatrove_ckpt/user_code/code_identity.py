@@ -72,8 +72,6 @@ def code_identity(
     Args:
         when_made: this function's result in the process that made the job, for code that was
             pickled by value. None: the job is being made now.
-        output_writer: the writer, whose adapter is also code of the user.
-        rollout_version: text of the user that replaces the description.
     """
     if rollout_version is not None:
         named = _NOTHING._replace(fields={"rollout_version": rollout_version})

@@ -10,9 +10,6 @@ value), the whole file is part of the description.
 Variables of modules are never compared by value: the statements that bind them represent them.
 Installed packages are ignored. A file is parsed only if its text holds a name that is reached. The
 names of fields have no modules, so that a helper may move.
-
-``inspect_objects`` finds the values of partials, closures and attributes, and the user's functions
-and classes in them. ``_Walk`` follows the names in those.
 """
 
 import argparse
@@ -61,7 +58,6 @@ class CodeRoot(NamedTuple):
 
     Attributes:
         label: its field, and the beginning of the fields of its variables.
-        name: the qualified name; empty for a module.
     """
 
     label: str
@@ -75,7 +71,6 @@ class CodeInputs(NamedTuple):
 
     Attributes:
         fields: the values, by the path to them.
-        roots: the user's code in them.
         variables: the name of the function that closes over a variable, by the variable's path.
             If it only takes parts of the variable by name, only these parts are compared.
     """
@@ -195,7 +190,6 @@ def plain(value: Any) -> object:
 
 
 def written(value: Any) -> object:
-    """Returns the content of a value as JSON, or its type if the content cannot be read."""
     name = type_name(type(value))
     with suppress(TypeError, RecursionError):
         return plain(value)
@@ -204,7 +198,7 @@ def written(value: Any) -> object:
     with suppress(AttributeError):
         return f"{value.__module__}.{value.__qualname__}"
     with suppress(TypeError, ValueError, BufferError):
-        view = memoryview(value)  # an array, for example
+        view = memoryview(value)
         if "O" not in view.format:
             return f"{name} {view.format} {view.shape} {digest(view.tobytes().hex())}"
     if isinstance(value, _BASES) or name.partition(".")[0] in sys.stdlib_module_names:
@@ -295,10 +289,8 @@ class CodeDescription(NamedTuple):
 
     Attributes:
         notes: location of each field's code, and the names that lead to it.
-        by_value: fields of the code that a pickle holds by value.
         imported: file (relative to ``sys.path``), name and field of other code.
         triggers: words in the code because of which hints or subclasses are described.
-        not_compared: fields that are not compared.
     """
 
     fields: dict[str, object]
@@ -374,7 +366,6 @@ class _Walk:
     # where a name leads ----------------------------------------------------------------------
 
     def _keys(self, statement: Statement, chain: Chain) -> list[Key]:
-        """Returns the files and names that a name may refer to, through all imports."""
         imports = [imported for imported in statement.imports if imported.bound == chain[0]]
         return [*dict.fromkeys(self._follow(statement.source.path, chain, imports, set()))]
 

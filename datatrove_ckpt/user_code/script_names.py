@@ -181,7 +181,7 @@ class _PickleScan:
         self._check("", {self._name: value})
         with Path(os.devnull).open("wb") as nowhere:
             pickler = dill.Pickler(nowhere)
-            pickler.persistent_id = self._scan  # called with each object that is written
+            pickler.persistent_id = self._scan
             pickler.dump(value)
 
     def _scan(self, value: Any) -> None:
@@ -251,7 +251,6 @@ _STDLIB = sysconfig.get_path("stdlib")
 
 
 def own_modules() -> dict[str, dict[str, Path]]:
-    """Returns the files of each module, by their paths below the folder that holds the module."""
     modules: dict[str, dict[str, Path]] = {}
     user_folders = {Path(folder).absolute() for folder in [*sys.path[:1], str(Path.cwd())]}
     for name in sorted({name.partition(".")[0] for name in [*sys.modules]} - {"datatrove_ckpt"}):
@@ -269,9 +268,6 @@ def own_modules() -> dict[str, dict[str, Path]]:
 
 
 def places_of(name: str) -> list[Path]:
-    """Returns the file of an imported module, or the folders of a package; nothing for a built-in
-    module.
-    """
     spec = getattr(sys.modules.get(name), "__spec__", None)
     if not isinstance(spec, ModuleSpec):
         return []
@@ -302,7 +298,7 @@ def _files(package: Path) -> Iterator[Path]:
 
 
 _SAME = ("datatrove", "dill", "huggingface_hub")
-_MAX_BYTES = 10 * 2**20  # of the user's own modules
+_MAX_BYTES = 10 * 2**20
 
 
 def version() -> str:
@@ -330,7 +326,6 @@ def required(*extras: str) -> list[str]:
 
 
 def bundle() -> bytes:
-    """Returns a zip of this package and of the user's own modules. Raises as ``own_files``."""
     package = Path(__file__).parents[1]
     files = {
         f"{package.name}/{path.relative_to(package)}": path for path in sorted(package.rglob("*"))

@@ -208,14 +208,10 @@ class Import(NamedTuple):
 class Statement:
     """A top-level statement.
 
-    Args:
-        documented: whether docstrings and hints count.
-
     Attributes:
         source: file of the statement, or the notebook of its cell.
         changes: chains that it changes: ``D[k] = v``, ``D.update()``, ``@render.register``.
         passed: chains that it passes to a call, which may change them.
-        bases: chains of the classes that it extends.
         texts: its strings; ``*`` stands for the values in an f-string.
         texts_at_import: its strings outside of functions' bodies.
     """
@@ -319,7 +315,6 @@ class Statement:
 
     @functools.cached_property
     def chains(self) -> list[Chain]:
-        """Returns the names of the file that it mentions, with the attributes that follow."""
         if self.is_import:
             return []
         file_names = loaded_names(compile_tree([self.node]))
@@ -348,9 +343,6 @@ class Statement:
 
     @property
     def files(self) -> set[str]:
-        """Returns strings that may name a file that it reads; none for a statement that writes
-        files.
-        """
         if self.written:
             return set()
         reading = [call for call in self._calls if name_of(call) in READING]
@@ -463,7 +455,6 @@ class CodeSource:
         return any(name in text and word.search(text) for text in self.texts.values())
 
     def imports(self) -> Iterator[tuple[int, str, list[str]]]:
-        """Yields level, module and names of all imports in the text, without parsing it."""
         for text in self.texts.values():
             for dots, module, names, modules in _IMPORT_LINE.findall(text):
                 for name in [module, *re.findall(r"\w[\w.]*", modules)]:

@@ -29,8 +29,7 @@ Only the HTTP status decides, not a body, which may quote the document. Two exce
 "insufficient_quota" or the like as 402.
 
 Sleeps between attempts grow from 0.5 s to 30 s with full jitter, or last as long as Retry-After
-requires (at most 120 s, and never beyond the patience). A sleeping request holds no place, except
-at a server that limits requests under ``max_concurrent_generations: auto`` (``AdaptiveLimit``).
+requires (at most 120 s, and never beyond the patience).
 
 Answers from stopped or lost servers are dropped: they may be half a text with status 200.
 
@@ -47,14 +46,13 @@ Other requests of the same kind show whether a server works (``evidence.py``). A
 document's fault if the server then answers a request that was sent later. So are
 ``request_max_attempts`` failures (``RequestFailed.is_documents``) since which it has answered 50
 others. Without these answers, a probe decides: answered, it is the document's fault; refused, the
-server's, which gets no more requests of the run. Otherwise it decides nothing. A request that
-failed in an outage is counted anew when the server answers others again.
+server's, which gets no more requests of the run. A request that failed in an outage is counted anew
+when the server answers others again.
 
 Many requests may compete for a small rate, so failures of a busy server (429, 498, 503, 529) have
 ten times the patience. A busy server that has worked on a request for a minute counts as reachable.
 
-``post`` and ``get`` make one HTTP exchange. Their errors have no cause, because its frames would
-hold the API key.
+The errors of ``post`` and ``get`` have no cause, because its frames would hold the API key.
 """
 
 import asyncio
@@ -133,7 +131,6 @@ from datatrove_ckpt.process.open_files import refuse_exhaustion, requests_at_onc
 
 # 203: a proxy changed something. 202, 204 and 206 lack the answer or a part.
 _ANSWERED = frozenset({200, 201, 203})
-# The whole body of llama.cpp's 500 for a text that it cannot embed.
 _TOO_LARGE = re.compile(
     rb'\s*\{"error":\{"code":500,"message":"input \(\d+ tokens\) is too large to process\. '
     rb"increase the physical batch "
@@ -189,9 +186,6 @@ async def post(
     stream: Stream | None = None,
 ) -> Response:
     """Returns an answer.
-
-    Args:
-        model: name for messages, if the body has none.
 
     Raises:
         RequestRejected, ServerRefused, RetryableError, TooManyOpenFiles: the table in ``client.py``
@@ -318,7 +312,6 @@ class Outage:
     """The outage clock of one client.
 
     Attributes:
-        unreachable: whether the last failure was a failed connection.
         hangs: seconds of an endpoint's unusual silence; 0 if it is not unusual.
     """
 
@@ -360,9 +353,6 @@ class Outage:
     def check_silence(self, busy: float, timeout: float, name: str = "The server") -> None:
         """Warns of an unusual silence, and sends nothing again: a slow endpoint, which may be paid,
         behaves alike.
-
-        Args:
-            busy: seconds for which the oldest request has been in flight; 0 without requests.
         """
         now = self.clock()
         if self.answers > self._seen:
@@ -457,7 +447,6 @@ class RequestClock:
     """The clock of one request that has failed.
 
     Attributes:
-        beside: number of failures while other requests were answered.
         is_alone: whether the server has answered no request that was sent between the last two
             failures, unless it only has no room.
     """
@@ -530,7 +519,6 @@ class RequestClock:
             raise error
 
     def next_api(self, api: Api, failure: RetryableError) -> Api:
-        """Returns the API of the next attempt; the tiers share the patience equally."""
         if not self._tiers or (failure.unreachable and not failure.timed_out):
             return api
         waited = (self._outage.clock() - self._began_at) / self._outage.patience
@@ -542,8 +530,6 @@ class RequestClock:
 
 
 class EndpointAccess(NamedTuple):
-    """An endpoint of the config, with its URL and key in this process."""
-
     name: str
     config: EndpointConfig
     url: HiddenUrl
@@ -567,11 +553,6 @@ class ModelServers:
         self.continues_answers = False
 
     def add_endpoints(self, endpoints: Sequence[EndpointAccess]) -> None:
-        """Adds servers that this process does not launch.
-
-        Raises:
-            ConfigError: a URL cannot be used.
-        """
         for endpoint in endpoints:
             if endpoint.api_key is not None and endpoint.url.has_credentials:
                 raise ConfigError(
@@ -841,9 +822,6 @@ class CompletionClient:
             api = clock.next_api(api, failure)
 
     def _lost(self, request: Request, deaths: int, was_quarantined: bool) -> None:
-        """Counts an attempt that was lost with its server. Raises unless the request may be sent
-        again.
-        """
         alone = len(request.deaths) > deaths and request.deaths[-1].in_flight == 1
         if was_quarantined and alone and not request.may_not_be_sent:
             self._router.attribute_deaths(request)
@@ -885,7 +863,7 @@ class CompletionClient:
         self, error: RetryableError, target: Target, clock: RequestClock, body: AnyBody, api: Api
     ) -> float:
         """Counts a failure, and waits while the request keeps its place. Returns the seconds of the
-        further wait. Raises if there is no further attempt.
+        further wait.
         """
         if not self._router.has_spent:
             self.outage.failed(error, self.servers.oldest_in_flight)
@@ -916,7 +894,7 @@ class CompletionClient:
         rejection: CkptError,
     ) -> None:
         """Waits until another request shows whose fault a rejection is. Returns if the request must
-        be sent to another server; raises RequestRejected, ServerRefused or the end of the patience.
+        be sent to another server.
         """
         answered = target.evidence.of(api)
         # The model and the key of a server that we launched stay the same.

@@ -73,7 +73,6 @@ class Evidence:
 
 
 def with_one_word(body: AnyBody) -> bytes:
-    """Returns the body with one word in place of each text, and of a message with pictures."""
     payload: JsonObject = orjson.loads(body if isinstance(body, bytes) else b"".join(body))
     return orjson.dumps(_with_one_word(payload, ""))
 

@@ -3,15 +3,13 @@
 vLLM has three paths for it. ``/v1/chat/completions/render`` turns a request into the ids of its
 prompt and sampling parameters, ``/inference/v1/generate`` continues any ids, and
 ``/v1/chat/completions/derender`` turns all ids of an answer into the message. A request takes these
-three steps at each attempt; the ids that earlier attempts got are continued. So the form of an
-answer does not depend on whether it was cut.
+three steps at each attempt; the ids that earlier attempts got are continued.
 
     render -> compare with the saved pieces -> generate (a stream of pieces, each saved) -> derender
 
 A piece belongs to what is before it: it has the hash of the piece before, the first piece that of
 the prompt's ids, the sampling parameters and the engine's version. Pieces that do not fit are not
-used, and overwritten. The last piece has the end of the answer. A kill between the last piece and
-the answer costs no token: only the last step is taken again.
+used, and overwritten. The last piece has the end of the answer.
 
 Only requests whose next token depends on the ids before it, and on nothing else, are continued: no
 seed, stop texts, grammars, penalties that count the answer alone, several choices or logprobs. The
@@ -55,7 +53,7 @@ _PARAMS = frozenset(
     skip_special_tokens spaces_between_special_tokens stop_token_ids temperature top_k top_p
     """.split()  # noqa: SIM905
 )
-_ZERO = frozenset({"frequency_penalty", "presence_penalty"})  # fine if they are 0
+_ZERO = frozenset({"frequency_penalty", "presence_penalty"})
 
 
 class CannotContinue(Exception):
@@ -106,7 +104,7 @@ def _is_text(message: object) -> bool:
 
 
 def is_long(payload: JsonObject, mean: float) -> bool:
-    """``mean``: tokens of the answers so far."""
+    """``mean`` is the mean number of tokens of the answers so far."""
     limits = [payload[name] for name in _LIMITS if payload.get(name) is not None]
     if limits:
         return isinstance(limits[0], int) and limits[0] >= _LONG
@@ -131,7 +129,7 @@ class HalfAnswer:
         self._first = ""  # hash of what the first piece belongs to
         self._last = ""  # hash of what the next piece belongs to
         self._number = 0
-        self._limit = 0  # max_tokens
+        self._limit = 0
         self._counted = 0  # tokens of the last attempt that were continued
         self._id = ""
         self._rest = b""
@@ -238,12 +236,6 @@ class HalfAnswer:
         return ids
 
     def derender(self, payload: JsonObject) -> bytes:
-        """Returns the request for the message.
-
-        Raises:
-            RetryableError: the answer has not ended.
-            CannotContinue: the answer has no token that could be shown.
-        """
         if self.end is None:
             raise RetryableError("the stream ended before the answer")
         reason, stop_reason = self.end
@@ -278,11 +270,6 @@ class HalfAnswer:
         return orjson.dumps(fields)
 
     def answer(self, derendered: bytes, usage: tuple[str, ...]) -> bytes:
-        """Returns the answer as the server gives it to the whole request.
-
-        Raises:
-            UnexpectedResponse: the answer has another form.
-        """
         prompt = len(self.prompt)
         counts = {
             "prompt_tokens": prompt,

@@ -10,8 +10,8 @@ arrive by then, the response is dropped, and from then on no connection carries 
 response that comes even later is noticed if each answer has its own ``id``: it equals the response
 before it.
 
-httptools (llhttp) parses the responses. The usual answer arrives in one piece, and costs a
-fraction: most of its header fields are those of earlier answers.
+The usual answer arrives in one piece, and costs a fraction: most of its header fields are those of
+earlier answers.
 """
 
 from __future__ import annotations
@@ -79,7 +79,6 @@ class Response(NamedTuple):
 
     Attributes:
         wait: seconds of an error's Retry-After.
-        quotas: the rest of the server's limits.
     """
 
     status: int
@@ -130,7 +129,6 @@ class ResponseParser:
 
     Attributes:
         status: HTTP status; 0 until the header is complete.
-        reusable: whether the connection may carry another request.
     """
 
     def __init__(self) -> None:
@@ -177,7 +175,7 @@ class ResponseParser:
             if self._refusal.args:
                 raise self._refusal from None
             if isinstance(error, HttpParserCallbackError):
-                raise  # a bug in our callback
+                raise
             raise UnreadableResponse(f"not HTTP/1.1 ({error}): {data[:200]!r}") from None
         if self._framing_bytes > _MAX_FRAMING_BYTES and not self._complete:
             raise RemoteProtocolError("header and trailer are too long")
@@ -393,7 +391,7 @@ class _Connection(asyncio.Protocol):
                 self.owner.extend(self)
             if is_complete:
                 self._finish(self._parser.response(), self._parser.reusable)
-        except Exception as error:  # RemoteProtocolError, or an error of the stream
+        except Exception as error:
             is_answer = data.strip(_BLANK) and not data.startswith(_REQUEST_TIMEOUT)
             if isinstance(error, UnaskedBytes) and is_answer:
                 self.owner.report_unexpected_bytes("an answer without a request")
@@ -482,7 +480,6 @@ class Transport:
     Attributes:
         unasked: number of times that bytes arrived without a request.
         unread: number of answers in a row that cannot be read.
-        through: words that name the proxy in an error; "" without one.
     """
 
     def __init__(
@@ -678,7 +675,6 @@ class Transport:
             elif is_silent(connection.descriptor):
                 connection.owner = self
                 return connection
-            # else the event loop reads the bytes, and closes the connection
         return None
 
     async def _connect(self) -> _Connection:

@@ -1,8 +1,7 @@
 """Sends and receives batches: ``BatchProvider`` in OpenAI's form, ``MessageBatches`` in
 Anthropic's.
 
-The classes save nothing: ``generation/provider_passes.py`` has the order of effects. Files are
-streamed in both directions.
+The classes save nothing: ``generation/provider_passes.py`` has the order of effects.
 """
 
 import asyncio
@@ -82,9 +81,6 @@ class BatchProvider:
 
     Each method raises ``RetryableError`` if another attempt may succeed, and ``ServerRefused`` if
     no attempt will. The provider's values may have any type. All texts except answers are cleaned.
-
-    Attributes:
-        takes_files: whether a batch is made of a file that was uploaded before.
     """
 
     takes_files = True
@@ -313,7 +309,7 @@ class MessageBatches(BatchProvider):
         if listed.get("archived_at"):
             return False
         if remote.status in ENDED:
-            with suppress(ProviderObjectMissing):  # not there yet
+            with suppress(ProviderObjectMissing):
                 async with aclosing(self.answers(*remote.files)) as answers:
                     async for answer in answers:
                         return str(answer.custom_id).startswith(batch.tag[:TAG_DIGITS])

@@ -54,7 +54,7 @@ _MEDIA = re.compile("image|audio|video|file")
 _Text = str | list[object]
 _Read = Callable[[JsonObject], tuple[_Text, object, object, object]]
 """Text, reasoning, tool calls and refusal of a choice."""
-_SHOWN = 200  # characters
+_SHOWN = 200
 
 _ASKS = frozenset({"n", "logprobs", "tool_choice"})  # fields that an answer must follow
 
@@ -69,7 +69,6 @@ class Completion:
         usage: the server's token counts; values that are no counts are removed.
         choices: all ``n`` choices; empty for a single choice without a refusal.
         answer: JSON values except id and time, if the request is no completion.
-        endpoint: name of the endpoint that answered, if the config has ``endpoints``; else "".
     """
 
     text: _Text
@@ -165,8 +164,6 @@ class Api(NamedTuple):
         tiers: values of ``service_tier``; attempts use the next tier if the server has no room for
             long.
         lacks_model: whether the body has no model, because each endpoint has its own name for it.
-        model: name of the model, if the payload names its own.
-        generates: whether an answer is a completion.
     """
 
     path: str
@@ -202,11 +199,6 @@ def with_raw_response(api: Api) -> Api:
 
 
 def parse_other(raw: bytes) -> Completion:
-    """Parses an answer of any other path.
-
-    Raises:
-        RetryableError: the answer is no JSON object, or an error.
-    """
     answer = _answer(raw)
     status = answer.get("status")
     failed = status in ("cancelled", "failed", "in_progress", "queued")
@@ -288,7 +280,6 @@ def _listed(top: object) -> object:
 
 
 def api_for_payload(api: Api, payload: JsonObject) -> Api:
-    """Returns the API for this payload, which refuses answers that lack a required part."""
     if _ASKS.isdisjoint(payload):
         return api
     number = payload.get("n")
@@ -485,7 +476,7 @@ _WRITTEN = ("cache_write_tokens", "cache_creation_tokens", "cache_creation_input
 def token_counts(usage: JsonObject) -> Tokens:
     prompt = usage.get("prompt_tokens")
     completion = usage.get("completion_tokens") or usage.get("output_tokens") or 0
-    if _SUMS.issuperset(usage):  # most servers
+    if _SUMS.issuperset(usage):
         return Tokens(prompt or 0, completion)
     read = usage.get("cache_read_input_tokens") or 0
     written = usage.get("cache_creation_input_tokens") or 0
@@ -543,7 +534,7 @@ def read_json(raw: bytes) -> object:
     except (ValueError, RecursionError) as error:
         kind: type[RetryableError] = UnexpectedResponse
         is_lines = str(error).startswith("Extra data")
-        if raw.lstrip()[:1] in (b"", b"{", b"[") and not is_lines:  # perhaps cut off
+        if raw.lstrip()[:1] in (b"", b"{", b"[") and not is_lines:
             kind = RetryableError
         raise kind("the answer is not JSON", quoted=raw.decode(errors="replace")) from None
     if type(answer) is dict and (answer.get("error") or answer.get("object") == "error"):
@@ -573,7 +564,6 @@ _FLOAT32 = np.dtype("<f4")  # as in base64
 
 
 def typed_api(name: str, path: str, count: int) -> Api:
-    """Returns the API of a typed answer ("embed", "classify" or "score") about ``count`` texts."""
     return Api(
         api_for_path(path).path,
         partial(_PARSERS[name], count=count),
@@ -607,7 +597,6 @@ def from_base64(text: str) -> Floats:
 
 
 def parse_embeddings(raw: bytes, *, count: int) -> Completion:
-    """Returns ``embeddings``: vectors of one length, in the order of their texts, in base64."""
     answer, rows = _rows(raw, count)
     vectors = [_vector(row.get("embedding")) for row in rows]
     if len({len(vector) for vector in vectors}) > 1:

@@ -11,14 +11,12 @@ Requests wait here, not at a server, so an outage uses up no attempts, and a dea
     quarantined  requests that were in flight at two deaths of a server (``Quarantine``)
 
 An engine caches the prompts that it has processed, from their start, in blocks. So a request costs
-less at its homes. No engine is queried. If a home no longer has the text, only the routing was
-useless.
+less at its homes.
 
-``Quarantine`` holds the requests that may have killed servers. A request that was in flight at two
-deaths of a server runs apart from all others, on a server that first finishes its other requests.
-The request that was youngest at its first death runs first: a poisonous request usually kills soon.
-A death of one request alone is attributed to it, with its earlier deaths, and the other requests
-leave the quarantine.
+A request that was in flight at two deaths of a server runs apart from all others, on a server that
+first finishes its other requests. The request that was youngest at its first death runs first: a
+poisonous request usually kills soon. A death of one request alone is attributed to it, with its
+earlier deaths, and the other requests leave the quarantine.
 
 Quarantined requests run in groups: first one request, then each answer makes room for one more, up
 to the square root of their peak number. If the server dies of a group, its members run alone.
@@ -110,7 +108,7 @@ class MinuteLimits:
         self._count(sent, 0, 0)
 
     def _count(self, sent: QuotaUse, requests: int, tokens: float) -> None:
-        if self._sent and sent.at >= self._sent[0].at:  # else it is too old to count
+        if self._sent and sent.at >= self._sent[0].at:
             self._requests += requests - sent.requests
             self._tokens += tokens - sent.tokens
             sent.requests = requests
@@ -146,8 +144,7 @@ def _limits_in(thread: int, endpoint: EndpointConfig) -> MinuteLimits:
 _DEATHS_TO_QUARANTINE = 2
 _WORKS_WITHIN = 120.0  # seconds of an answer: two minutes of its limits
 _FAILURES = 3  # in a row
-# Share of a KV cache from which it counts as full: the requests that run grow. Simulated engines
-# are slower by half from 1.0 on, and by 2 % at 0.85.
+# Share of a KV cache from which it counts as full: the requests that run grow.
 _FULL = 0.9
 # A server that other clients fill gets at least a quarter of its requests from this client.
 _MOST_OTHERS = 3
@@ -198,7 +195,6 @@ class Sender:
     Args:
         shutdown: the rank's shutdown. Once the rank stops, its requests are no longer sent.
         order: priority; requests of the sender with the lowest order are sent first.
-        on_change: function that is called when the capacity of targets may have changed.
 
     Attributes:
         undecided: number of documents that wait for a decision whose fault a rejection is, so that
@@ -241,8 +237,6 @@ class Request:
     Attributes:
         prefix_hashes: hashes of its leading texts; None before a router has received it.
         known_prefix: hash of the longest leading text that an earlier request had.
-        age_at_first_death: seconds in flight at the first death.
-        quota_use: share of its attempt in the limits of its endpoint, if the endpoint has limits.
         is_shared: whether several texts share it. It is divided before it fails.
         continues: whether what its attempt has received is kept if the attempt is cut off.
     """
@@ -345,15 +339,11 @@ class Target:
         order: priority; requests go to the servers with the lowest order that have room.
         virtual_time: counter that grows with each request, in inverse proportion to the weight.
         pace: object that adapts the limit; None: the limit is fixed, or follows the metrics.
-        restricts_metrics: whether its page of metrics may be restricted to some names.
-        cache_share_per_request: mean share of the KV cache that a running request takes.
         load: used share of its limit, or of its KV cache. At 1 it is full.
         reserved: whether it serves quarantined requests, once the others are answered.
         cooldown_until: time until which other servers get the requests, because requests failed.
         alive_at: time at which the server last worked, or got its first request after idling.
         accepted_at: start of the youngest attempt that it answered.
-        gives_reasons: whether an answer had a finish_reason.
-        continuation: how it continues answers; None: it does not.
     """
 
     bit: int = 1
@@ -407,7 +397,6 @@ class Target:
 
     @property
     def is_failing(self) -> bool:
-        """True if it fails at every request, not at a single request that is at fault."""
         return self.failures >= _FAILURES
 
     def is_cooling_down(self, now: float) -> bool:
@@ -441,14 +430,14 @@ class AdaptiveLimit:
     """
 
     def __init__(self, target: Target) -> None:
-        self.seconds = 0.0  # duration of the last answer
+        self.seconds = 0.0
         self._target = target
-        self._growth = 1.0  # growth of the limit with each answer
+        self._growth = 1.0
         self._max_limit = float(REQUESTS_WITHOUT_METRICS)
         self._halved_at = 0.0
         self._is_proven = True  # a request that was sent after the halving was answered
         self._was_refused = False  # the last request
-        self._tokens = 0.0  # mean tokens of a request
+        self._tokens = 0.0
         # Requests until the reset, requests that each reset adds, and the time of this knowledge.
         self._remaining = math.inf
         self._resets_at = 0.0
@@ -539,7 +528,6 @@ class Availability:
     """Finds the servers that have a place for a request now.
 
     Attributes:
-        best: the least busy server of the lowest order with a place; None: all are full.
         opens_at: time at which a server that has used up its limits has room again.
     """
 
@@ -604,14 +592,7 @@ class Availability:
 
 
 class Router:
-    """Chooses a target for each attempt.
-
-    Args:
-        limit: maximum number of requests in flight at all targets together.
-
-    Attributes:
-        has_homes: whether requests go to the servers that have their leading text.
-    """
+    """Chooses a target for each attempt. ``limit`` counts the requests at all targets together."""
 
     def __init__(self, limit: int) -> None:
         self.targets: list[Target] = []
@@ -795,9 +776,6 @@ class Router:
         return death
 
     def attribute_deaths(self, request: Request) -> None:
-        """Attributes all deaths during this request to it, so that they count against no other
-        request.
-        """
         for death in request.deaths:
             death.attributed = True
         released = self._quarantine.all()
@@ -876,8 +854,8 @@ _load = attrgetter("load")
 
 
 # Leading texts are compared at every 256 bytes, and further back at every quarter of the text
-# before: 26 hashes for 128 kB. Only the last kilobyte of a long piece is hashed: texts that differ
-# only elsewhere are routed as equal texts.
+# before. Only the last kilobyte of a long piece is hashed: texts that differ only elsewhere are
+# routed as equal texts.
 _STEP = 256
 _PART = 4
 _HASHED = 1024
@@ -886,7 +864,7 @@ while _ENDS[-1] < 1 << 24:
     _ENDS.append(_ENDS[-1] + max(_STEP, _ENDS[-1] // _PART))
 _PIECES = [(max(start, end - _HASHED), end) for start, end in pairwise(_ENDS)]
 _REMEMBERED = 80_000  # texts in each of two generations, which take up to 16 MB together
-# The engine's prompt begins here. Fields before it, such as a seed, are not part of it.
+# The engine's prompt begins here.
 _STARTS = (b'"messages":', b'"prompt":', b'"input":')
 
 
@@ -970,7 +948,6 @@ class Quarantine:
         return self.in_flight < min(self._group_limit, math.isqrt(self._peak))
 
     def restart(self) -> None:
-        """Begins with a group of a single request, on another server."""
         self.in_flight = 0
         self._group_limit = 1
         self._peak = len(self._waiting)

@@ -26,9 +26,6 @@ Extras = dict[str, dict[str, str]]
 class HiddenUrl:
     """A URL that is printed without user, password, query and fragment.
 
-    Args:
-        name: name of the URL in an error.
-
     Raises:
         ConfigError: the text is no URL.
     """
@@ -130,7 +127,7 @@ def basic_authorization(url: HiddenUrl) -> str:
 def beside(
     url: HiddenUrl, headers: dict[str, str], extras: Extras
 ) -> tuple[HiddenUrl, dict[str, str]]:
-    """Names of headers have no case."""
+    """Replaces headers of the same name in any case."""
     added = {name.title(): value for name, value in extras["extra_headers"].items()}
     other_headers = {name: value for name, value in headers.items() if name.title() not in added}
     url = HiddenUrl(url.reveal().update_query(extras["extra_query"]))
@@ -157,7 +154,7 @@ def _is_direct(host: str, port: int | None, no_proxy: str) -> bool:
     if proxy_bypass(host) or proxy_bypass(f"{host}:{port}"):
         return True
     for entry in no_proxy.split(","):
-        with suppress(ValueError):  # a name
+        with suppress(ValueError):
             if ip_address(host) in ip_network(entry.strip(" []"), strict=False):
                 return True
     return False

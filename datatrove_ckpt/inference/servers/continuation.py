@@ -128,7 +128,7 @@ class _Probe:
         response = await get(url, self._api_key, _SECONDS, self._is_endpoint)
         if response.status == 200:
             return str(orjson.loads(response.body)["version"])
-        return ""  # a gateway's
+        return ""
 
 
 def _shown(answer: Completion) -> tuple[object, ...]:

@@ -1,7 +1,7 @@
 """Serves canned answers, to debug pipelines (``python -m datatrove_ckpt.inference.servers.dummy``).
 
-Completions and token counts equal those of datatrove's dummy server. Embeddings, classes and scores
-are always the same. The server checks the key in DATATROVE_CKPT_API_KEY if that is set.
+Completions and token counts equal those of datatrove's dummy server. The server checks the key in
+DATATROVE_CKPT_API_KEY if that is set.
 """
 
 import argparse

@@ -18,8 +18,6 @@ event loop and ``ServerHost``. With ``reuse_servers``:
 
 Servers that serve a model on several nodes are not kept: their other parts belong to processes that
 end with the rank. A fork of this process has no warm servers: it would stop its parent's.
-
-The number of requests at an engine follows its /metrics (``adapt_admission``).
 """
 
 import asyncio
@@ -106,8 +104,6 @@ class Metrics:
     """An engine's metrics at one moment, of one data-parallel rank, or the sums of all.
 
     Attributes:
-        tokens: number of tokens generated and processed since its start.
-        cache_usage: share of the KV cache that running requests use.
         cache_tokens: number of tokens that the KV cache holds; 0: it is not shown.
     """
 
@@ -118,7 +114,6 @@ class Metrics:
     cache_tokens: int = 0
 
 
-# The labels of data-parallel ranks in vLLM and SGLang.
 _RANK = re.compile(r'[{,](?:engine|dp_rank)="([^"]*)"')
 _VLLM_RANK = re.compile(r'^vllm:num_requests_running\{[^}]*?engine="([^"]*)"', re.MULTILINE)
 # SGLang shows the sum of all priorities without a priority.
@@ -135,7 +130,7 @@ def _cache_tokens(labels: str) -> int:
 
 def parse_metrics(names: MetricNames, text: str, rank: str = "") -> Metrics | None:
     sums = defaultdict[str, float](float)
-    usages: dict[str, float] = {}  # of each rank's KV cache
+    usages: dict[str, float] = {}
     cache_tokens = 0
     shown = frozenset(names.shown)
     for line in text.splitlines():
@@ -143,7 +138,7 @@ def parse_metrics(names: MetricNames, text: str, rank: str = "") -> Metrics | No
         if name not in shown:
             continue
         labels, _, values = line[len(name) :].rpartition("}")
-        number, *_ = values.split()  # a time may follow
+        number, *_ = values.split()
         label = "".join(_RANK.findall(labels))
         if rank and label != rank:
             continue
@@ -215,9 +210,7 @@ async def read_metrics(target: Target, names: MetricNames | None, seconds: float
 
 
 async def count_ranks(url: HiddenUrl, api_key: Secret | None, probe: HealthProbe | None) -> int:
-    """Returns the number of vLLM's data-parallel ranks at a URL; 1 for another server. Warns of a
-    vLLM that does not show its KV cache.
-    """
+    """Returns the number of vLLM's data-parallel ranks at a URL; 1 for another server."""
     target = Target(probe=probe, url=url, api_key=api_key)
     names = ENGINES["vllm"].metrics
     assert names is not None
@@ -311,7 +304,6 @@ async def adapt_admission(
     and the limit would grow without bound. If the metrics stop, the limit stays, and the measured
     use of the cache is dropped.
     """
-    # New for each process of the server.
     admissions = [Admission(rank.limit, rank.answers) for rank in target.ranks]
     read_at = time.monotonic()
     tokens: float | None = None
@@ -378,7 +370,6 @@ async def follow_endpoint(target: Target, router: Router) -> None:
         await asyncio.sleep(retrying.RESTART.wait(looks))
 
 
-# How exchanges with the other scheme fail.
 _OTHER_SCHEME = ("ProtocolError", "SSLError", "ResetError", UnreadableResponse.__name__)
 NEW_RUN_SECONDS = 30.0
 """The wait of a new run at a terminal if nothing listens, at the usual patience."""
@@ -391,12 +382,10 @@ class EndpointProbe:
     """The answer of an endpoint to GET /v1/models.
 
     Attributes:
-        url: URL without credentials and query string.
         cause: cause of a failure; "" if the endpoint can be used.
         refused: whether it refuses the key, or speaks http where the URL has https, or https where
             it has http.
         api: the URL, or its /v1; None if the API is not known yet.
-        is_unreachable: whether no answer came.
         is_absent: whether the connection was refused, so that nothing listens there.
     """
 
@@ -413,11 +402,6 @@ class EndpointProbe:
 
 
 def endpoints_of(config: InferenceConfig) -> list[EndpointAccess]:
-    """Returns the endpoints of a config.
-
-    Raises:
-        ConfigError: an endpoint_url is not a URL, or the key is not set.
-    """
     return [
         EndpointAccess(
             name, endpoint, _with_environment(endpoint.url), config.endpoint_api_key(endpoint)
@@ -438,14 +422,9 @@ async def ready_endpoints(
     """Waits until an endpoint answers GET /v1/models, or /models below its own path.
 
     Every status except 401, 403, 429 and 5xx counts as an answer: some gateways do not list models.
-    An endpoint gets no requests before it is known whether its API is below /v1.
 
     If nothing listens, the port may be wrong: a new run at a terminal waits only for
     ``NEW_RUN_SECONDS``. A job may start beside its server, which loads a model for minutes.
-
-    Args:
-        config: config with the ready window, of which at most ``server_patience_seconds`` count.
-        is_new: whether no request of the run has been answered yet.
 
     Raises:
         ConfigError: an endpoint_url is not a URL, or the key is not set.
@@ -523,7 +502,7 @@ async def _ask(url: HiddenUrl, api_key: Secret | None) -> EndpointProbe:
             str(target), str(error), api=api, is_unreachable=True, is_absent=is_absent
         )
     status = response.status
-    if status in retrying.SERVER.retried:  # another answer may come later
+    if status in retrying.SERVER.retried:
         return EndpointProbe(str(target), f"HTTP {status}", api=api)
     if status in (401, 403, 407):
         cause = refusal_hint(url, api_key, status, proxy_of(url))
@@ -534,7 +513,6 @@ async def _ask(url: HiddenUrl, api_key: Secret | None) -> EndpointProbe:
 
 
 async def _other_scheme(target: HiddenUrl) -> str:
-    """Returns the other scheme (http for https) if the server speaks it; else ""."""
     scheme = "http" if target.reveal().scheme == "https" else "https"
     url = HiddenUrl(target.reveal().with_scheme(scheme).with_user(None).with_query(None))
     try:
@@ -596,9 +574,6 @@ def server_settings(config: InferenceConfig, gpus: Sequence[int]) -> str:
 
     Args:
         gpus: number of GPUs of each earlier model; the GPUs are divided in this order.
-
-    Raises:
-        ConfigError, ServerStartFailed: ``Engine.launch`` fails.
     """
     # Any port, but always the same.
     command = config.engine.launch(config, 1, Secret(""))
@@ -725,7 +700,6 @@ class RankModels:
 _PROBE_INTERVAL = 5.0
 _PROBE_TIMEOUT = 10.0
 _PROBE_PAUSE = 0.3
-# Added to the time for requests in flight after a SIGTERM.
 _DRAIN_MARGIN = 5.0
 _RESTART_WINDOW_SECONDS = 3600.0  # for ``server_max_restarts``
 _LONG_AGO = -1.0
@@ -735,7 +709,7 @@ _LONG_AGO = -1.0
 class ServerSupervisor:
     """Keeps one server running: starts it, watches it, and restarts it when it dies or hangs.
 
-    Requests that were in flight are then sent again. A server counts as dead when
+    A server counts as dead when
 
     - its process ends;
     - its health address answers 5xx or refuses connections. The address is probed after failures
@@ -811,7 +785,6 @@ class ServerSupervisor:
             await (self.server.kill() if is_late else self.server.stop())
 
     async def supervise(self) -> NoReturn:
-        """Restarts the server after each death. Raises ServerDied after too many restarts."""
         while True:
             cause = await self._until_death()
             self._tell("death", cause)
@@ -841,7 +814,7 @@ class ServerSupervisor:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
                 if task.done():
-                    task.result()  # raises only if a watcher has a bug
+                    task.result()
             cause = await self._death_cause
         finally:
             await end_tasks(*tasks, *([self._probing] if self._probing else []))
@@ -1061,7 +1034,6 @@ def check_servers(config: InferenceConfig) -> None:
         ConfigError, ServerStartFailed: something is missing; the message names it.
     """
     try:
-        # Both calls are only made for their exceptions.
         if config.server_type == "endpoint":
             endpoints_of(config)
         else:
@@ -1119,9 +1091,6 @@ class _Running:
 
 class ServerHost:
     """Starts the servers of a model when the first rank needs them, and stops all at its end.
-
-    Args:
-        keeps: whether its servers may stay for the next rank.
 
     Attributes:
         media: limit on the bytes of media of all documents in work.

@@ -116,7 +116,6 @@ def _kill_all(is_target: Callable[[Process], bool], name: str) -> list[str]:
 
 
 def end_leftovers() -> None:
-    """Kills the servers whose runner and guardian have both ended, and removes their records."""
     try:
         paths = sorted(_folder().glob("*.json"))
     except (OSError, ConfigError) as error:

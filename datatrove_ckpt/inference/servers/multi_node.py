@@ -32,8 +32,6 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
 class HeadNode:
-    """The head node's end of the connections."""
-
     def __init__(self, config: InferenceConfig) -> None:
         if config.replicas > 1:
             raise ConfigError(
@@ -72,7 +70,7 @@ class HeadNode:
         if self._started:
             worker.write(_START)
         with contextlib.suppress(OSError):
-            while await reader.read(1 << 16):  # received bytes are ignored
+            while await reader.read(1 << 16):
                 pass
         self._workers.discard(worker)
         worker.close()

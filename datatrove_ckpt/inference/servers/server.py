@@ -1,10 +1,9 @@
 """Launches one server, and checks whether it is ready and healthy.
 
 Every engine runs under a guardian (``guardian.py``) on 127.0.0.1, with a free port, a fresh API key
-in its environment, and a log file. It is ready when GET /v1/models answers 200.
+in its environment, and a log file.
 
-The log of a failed start is searched for its cause: engines bury it in tracebacks, and each wrong
-guess costs a start-up on a GPU node.
+The log of a failed start is searched for its cause: engines bury it in tracebacks.
 
 With ``replicas`` or several models the GPUs that this process sees are divided. Slurm and Ray give
 each task its own GPUs, but LocalPipelineExecutor starts several ranks that all see all GPUs. With
@@ -72,7 +71,6 @@ class GpuLease:
     """One server's share of the node.
 
     Attributes:
-        env: additions to the server's environment.
         locks: descriptors of the locks that hold the lease; the server inherits them.
     """
 
@@ -92,7 +90,6 @@ async def lease_gpus(
 
     Args:
         configs: configs of all models whose servers the rank launches, in their order.
-        without: names of the models that already have servers, and so leases.
 
     Raises:
         ConfigError: there are GPUs, but too few.
@@ -274,7 +271,6 @@ def read_log(path: Path, start: int) -> str:
 
 
 def last_line(log: str) -> str:
-    """Returns the last line with text, fit for a terminal; for a progress bar its last state."""
     for line in reversed(log.replace("\r", "\n").split("\n")):
         text = as_line(_ESCAPE.sub("", line)).strip()
         if text:
@@ -288,11 +284,10 @@ _GUARDIAN_MARGIN = 12.0
 
 
 class GuardedProcess:
-    """A server's process below its guardian. It belongs to no event loop.
+    """A server's process below its guardian.
 
     Args:
         log: file descriptor for the output of both.
-        locks: file descriptors that the server inherits.
         stop_timeout: seconds between SIGTERM and SIGKILL.
 
     Attributes:
@@ -343,14 +338,13 @@ class GuardedProcess:
         return code
 
     def request_stop(self) -> None:
-        """Sends SIGTERM to the server, and SIGKILL to its remaining processes after the timeout."""
         if self.lifeline is not None:
             close_descriptor(self.lifeline)
             self.lifeline = None
 
     def request_kill(self) -> None:
         if self.lifeline is not None:
-            with contextlib.suppress(BrokenPipeError):  # the guardian has ended
+            with contextlib.suppress(BrokenPipeError):
                 os.write(self.lifeline, guardian.KILL_NOW)
         self.request_stop()
 
@@ -369,7 +363,7 @@ _PORT_TRIES = 100
 _last_ports: deque[int] = deque(maxlen=100)  # a server does not listen immediately
 _PROBE_TIMEOUT = 5.0  # seconds
 _SAY_EVERY = 30.0  # seconds
-_FLAG = re.compile(r"--([\w-]+)=")  # the form in which ``arguments`` joins flags
+_FLAG = re.compile(r"--([\w-]+)=")
 _TAKE_OVER_TIMEOUT = 15.0  # seconds
 
 
@@ -387,7 +381,6 @@ class InferenceServer:
     Attributes:
         url: URL without /v1; empty while the server is not started.
         restarted_at: monotonic times of its recent restarts, for all ranks.
-        continuation: how the running process continues answers; None: it does not.
     """
 
     config: InferenceConfig
@@ -557,7 +550,7 @@ class InferenceServer:
                 return NO_ANSWER
             return f"gives {error.kind}"
         except TooManyOpenFiles:
-            return None  # this is no problem of the server
+            return None
         if status >= 500:
             return f"answers HTTP {status}"
         return None

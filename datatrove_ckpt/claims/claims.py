@@ -102,7 +102,6 @@ def refuse_for_claims(folder: str) -> None:
 def open_store(
     url: str, owner: str = "", options: JsonObject | None = None
 ) -> DiskClaims | ObjectClaims:
-    """Opens the claims at a URL, for the process named ``owner``; if empty, only for reading."""
     protocol = get_protocol(url)
     if protocol in ("file", "local"):
         return DiskClaims(Path(url), owner)

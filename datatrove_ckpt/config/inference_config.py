@@ -344,6 +344,7 @@ class InferenceConfig:
 
     @property
     def urls(self) -> list[str]:
+        """The URLs of ``endpoint_url``, with ``${NAME}`` not replaced."""
         urls = self.endpoint_url or []
         if isinstance(urls, str):
             urls = [urls]
@@ -786,6 +787,7 @@ class Engine:
     )
 
     def check(self, config: InferenceConfig) -> None:
+        """Raises ConfigError for settings with which the engine cannot start."""
         for name in config.model_kwargs or {}:
             if name.replace("_", "-") in self.address_flags:
                 raise ConfigError(
@@ -806,6 +808,7 @@ class Engine:
         return None
 
     def command(self, launch: EngineLaunch) -> EngineCommand:
+        """Returns the command that launches a server, without side effects."""
         raise NotImplementedError
 
     def launch(

@@ -503,7 +503,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
 
     def _seconds(self) -> float:
         if self.timeout is None:
-            return 1800.0  # as Jobs have it
+            return 1800.0
         seconds = seconds_of(str(self.timeout))
         if seconds is None:
             raise ConfigError(
@@ -539,6 +539,10 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         return values
 
     def _upload(self) -> None:
+        """Uploads the package and the executor.
+
+        A job of an earlier launch that starts now reads the same run.
+        """
         executor = deepcopy(self)
         executor.token = executor.secrets = executor.depends = None
         executor.skip_completed = True  # the markers of ranks that run once more are gone

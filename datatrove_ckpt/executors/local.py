@@ -76,8 +76,6 @@ _Done = Callable[[int, PipelineStats], None]
 
 
 class OwnExecutor(PipelineExecutor):  # type: ignore[misc]  # datatrove has no types
-    """Base class of this package's executors, beside datatrove's."""
-
     pipeline: list[PipelineStep]
     skip_completed: bool
 
@@ -404,7 +402,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         return rank_progress(list(filter(None, urls)), roots, rank)
 
     def _run_ranks(self, ranks: Sequence[int], screen: Screen | None, done: _Done) -> None:
-        """Runs the ranks that workers beside it leave, and waits for the others.
+        """Runs the ranks. Beside workers, it runs the ranks that they leave, and waits for them.
 
         Without workers, no rank is claimed: a worker that would join sees this process, and is
         refused.

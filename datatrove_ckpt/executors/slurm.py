@@ -138,6 +138,7 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
             self.launch_job()
 
     def continue_with(self, command: str) -> None:
+        """Lets the last job run a command in this folder, if the run is complete then."""
         self._next_command = f" && cd {shlex.quote(str(Path.cwd()))} && {command}"
 
     def check(self, plan: "RunPlan") -> None:

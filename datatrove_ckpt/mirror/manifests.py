@@ -16,16 +16,16 @@ A version is complete if its manifest and at least one copy of each object are i
 share objects, so without second copies one bad byte would spoil all versions.
 
 Files only grow, so their new bytes become a new object, and so do new answers of unfinished
-documents. Then
-the manifest completes the version, and objects that the last three versions do not need are
-removed. A kill leaves the previous version intact, and unneeded objects for the next process to
-remove.
+documents. Then the manifest completes the version, and objects that the last three versions do not
+need are removed. A kill leaves the previous version intact, and unneeded objects for the next
+process to remove.
 
 Versions are signed if there is a key in the environment. A signed manifest names the SHA-256 of
 each object, because xxh128 is not cryptographic. A signature is an HMAC-SHA256 of the manifest, the
-name of the version and the rank's address on the mirror. A writer can still remove versions, so
-that an older signed version is the newest; only a node that still has its folder notices. A writer
-can also stop a run by claiming the mirror.
+name of the version and the rank's address on the mirror. So without the key no manifest can be
+made, changed, renumbered, or moved to another rank. A writer can still remove versions, so that an
+older signed version is the newest; only a node that still has its folder notices. A writer can also
+stop a run by claiming the mirror.
 """
 
 from __future__ import annotations
@@ -319,8 +319,6 @@ class MirrorDamaged(Exception):
 
 
 class VersionStore:
-    """Reads and writes the objects and manifests of one rank's mirror."""
-
     def __init__(self, url: str) -> None:
         self.store = ObjectStore(url)
         self.url = self.store.url

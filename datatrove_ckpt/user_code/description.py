@@ -714,6 +714,10 @@ def describe(
 
 
 def _as_first(parts: list[Any], first_parts: list[Any], mutated: set[str]) -> list[Any]:
+    """Replaces parts that the code changes while it runs with the parts of the first description.
+
+    Each part begins with its label.
+    """
 
     def is_mutated(part: Any) -> bool:
         return not mutated.isdisjoint(part[0].split(".")[1:])

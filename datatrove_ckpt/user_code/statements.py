@@ -269,9 +269,6 @@ class Statement:
         return [call for call in calls if not hasattr(builtins, name_of(call))]
 
     def number_of(self, code: types.CodeType) -> int:
-        """Returns the number of the function with this code among the functions of the same name in
-        the statement; -1 if there is no such function.
-        """
         codes = nested_codes(compile_tree([self.node]))
         positions = [[*other.co_positions()] for other in codes if other.co_name == code.co_name]
         position = [*code.co_positions()]
@@ -462,6 +459,7 @@ class CodeSource:
                         yield len(dots), name, re.findall(r"\w+", names)
 
     def is_of(self, code: types.CodeType) -> bool:
+        """Whether this is the source of a function: it may have been edited or removed."""
         text = self.texts.get(code.co_filename)
         changed_at = 0.0
         with suppress(OSError):  # an archive, or a cell of a notebook

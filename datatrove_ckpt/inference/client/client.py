@@ -249,7 +249,6 @@ def _error(response: Response, transport: Transport, model: str) -> RetryableErr
 def refusal_hint(
     url: HiddenUrl, api_key: Secret | None, status: int, proxy: HiddenUrl | None
 ) -> str:
-    """Returns the rest of a sentence about a URL that answers 401, 403 or 407."""
     hint = _key_hint(url, api_key)
     if proxy is None or status == 401:
         return hint

@@ -31,7 +31,6 @@ class AnsweredRequests:
     """The requests of one kind that a server has answered.
 
     Attributes:
-        sent_at: time at which the youngest of them was sent.
         probed_at: time at which the last answered probe was sent.
         refusal: refusal of the last probe; None once a request was answered after it.
     """

@@ -104,7 +104,7 @@ def _is_text(message: object) -> bool:
 
 
 def is_long(payload: JsonObject, mean: float) -> bool:
-    """``mean`` is the mean number of tokens of the answers so far."""
+    """Returns whether an answer may be long. ``mean``: tokens of the answers so far."""
     limits = [payload[name] for name in _LIMITS if payload.get(name) is not None]
     if limits:
         return isinstance(limits[0], int) and limits[0] >= _LONG

@@ -175,7 +175,7 @@ class ResponseParser:
             if self._refusal.args:
                 raise self._refusal from None
             if isinstance(error, HttpParserCallbackError):
-                raise
+                raise  # a bug in our callback
             raise UnreadableResponse(f"not HTTP/1.1 ({error}): {data[:200]!r}") from None
         if self._framing_bytes > _MAX_FRAMING_BYTES and not self._complete:
             raise RemoteProtocolError("header and trailer are too long")
@@ -301,7 +301,6 @@ class _Connection(asyncio.Protocol):
 
     Attributes:
         sent_at: loop time at which its request was sent.
-        last: hashes of the last request and its answer.
     """
 
     def __init__(self, owner: Transport) -> None:
@@ -675,6 +674,7 @@ class Transport:
             elif is_silent(connection.descriptor):
                 connection.owner = self
                 return connection
+            # else the event loop reads the bytes, and closes the connection
         return None
 
     async def _connect(self) -> _Connection:

@@ -54,7 +54,7 @@ _MEDIA = re.compile("image|audio|video|file")
 _Text = str | list[object]
 _Read = Callable[[JsonObject], tuple[_Text, object, object, object]]
 """Text, reasoning, tool calls and refusal of a choice."""
-_SHOWN = 200
+_SHOWN = 200  # characters
 
 _ASKS = frozenset({"n", "logprobs", "tool_choice"})  # fields that an answer must follow
 
@@ -534,7 +534,7 @@ def read_json(raw: bytes) -> object:
     except (ValueError, RecursionError) as error:
         kind: type[RetryableError] = UnexpectedResponse
         is_lines = str(error).startswith("Extra data")
-        if raw.lstrip()[:1] in (b"", b"{", b"[") and not is_lines:
+        if raw.lstrip()[:1] in (b"", b"{", b"[") and not is_lines:  # perhaps cut off
             kind = RetryableError
         raise kind("the answer is not JSON", quoted=raw.decode(errors="replace")) from None
     if type(answer) is dict and (answer.get("error") or answer.get("object") == "error"):

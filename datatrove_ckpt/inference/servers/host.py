@@ -1,8 +1,8 @@
 """Lends the servers of a process, launched or external, to one rank or to several ranks.
 
 A rank calls ``ServerHost.lend``. ``ServerSupervisor`` keeps each launched server running, and
-restarts a server that dies or hangs. Servers may come from the rank before.
-External servers are only checked: they must answer before the first request.
+restarts a server that dies or hangs. External servers are only checked: they must answer before the
+first request.
 
 Datatrove's executors, Jobs, and pipelines with several runners run ranks in turn, each with its own
 event loop and ``ServerHost``. With ``reuse_servers``:
@@ -210,7 +210,6 @@ async def read_metrics(target: Target, names: MetricNames | None, seconds: float
 
 
 async def count_ranks(url: HiddenUrl, api_key: Secret | None, probe: HealthProbe | None) -> int:
-    """Returns the number of vLLM's data-parallel ranks at a URL; 1 for another server."""
     target = Target(probe=probe, url=url, api_key=api_key)
     names = ENGINES["vllm"].metrics
     assert names is not None
@@ -288,7 +287,6 @@ class Admission:
 
 
 async def first_limit(target: Target, names: MetricNames | None) -> int:
-    """Returns each rank's limit before the first sample: the usual prompts that its cache holds."""
     all_metrics = await read_metrics(target, names, _METRICS_TIMEOUT)
     tokens = min((metrics.cache_tokens for metrics in all_metrics), default=0)
     return max(FIRST_LIMIT, min(tokens // _USUAL_PROMPT, _MOST_AT_FIRST))
@@ -655,9 +653,6 @@ class RankModels:
     async def get(self, config: InferenceConfig) -> tuple[list[InferenceServer], list[GpuLease]]:
         """Returns servers of the rank before, or leases for new servers. The caller must close
         them.
-
-        Raises:
-            ConfigError, ServerStartFailed: ``lease_gpus`` or ``Engine.launch`` fails.
         """
         async with self._lock:
             if self._leases is None:
@@ -814,7 +809,7 @@ class ServerSupervisor:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
                 if task.done():
-                    task.result()
+                    task.result()  # raises only if a watcher has a bug
             cause = await self._death_cause
         finally:
             await end_tasks(*tasks, *([self._probing] if self._probing else []))
@@ -1082,8 +1077,6 @@ async def _test_continuation(servers: ModelServers, target: Target) -> None:
 
 @dataclass
 class _Running:
-    """The servers of a model, which start until ``ready``, and serve while ``serving`` runs."""
-
     servers: ModelServers
     ready: asyncio.Future[Watch]
     serving: asyncio.Task[None]

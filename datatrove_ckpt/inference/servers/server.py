@@ -88,9 +88,6 @@ async def lease_gpus(
     """Returns a lease for each server of a rank's models. First ends the servers that killed runs
     have left on this node.
 
-    Args:
-        configs: configs of all models whose servers the rank launches, in their order.
-
     Raises:
         ConfigError: there are GPUs, but too few.
     """
@@ -333,6 +330,7 @@ class GuardedProcess:
         return self._process.poll()
 
     async def wait(self) -> int:
+        """Returns the exit code once the server has ended. Several tasks may wait."""
         while (code := self._process.poll()) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.05)  # an event would belong to one loop
         return code
@@ -598,6 +596,7 @@ class InferenceServer:
         self.stop_blocking()
 
     def stop_blocking(self) -> None:
+        """Stops the server without an event loop, after ``request_stop``."""
         self._wait_until_stopped()
         if self._process is not None:
             leftovers.remove_record(self._process.pid)
@@ -616,6 +615,7 @@ class InferenceServer:
         leftovers.kill_session(self._process.pid, self.name)
 
     def request_stop(self) -> None:
+        """Requests a stop; ``stop`` or ``stop_blocking`` should follow."""
         if self._process is not None:
             self._process.request_stop()
 

@@ -1,16 +1,6 @@
 """``TrainingCheckpoints`` saves model, optimizer, input and random numbers of a training together,
 at one step.
 
-    with TrainingCheckpoints("checkpoints", remote="s3://bucket/run") as checkpoints:
-        states = {"model": model, "optimizer": optimizer}
-        step = checkpoints.restore(loader=loader, **states) or 0
-        for epoch in range(checkpoints.epoch, epochs):
-            dataset.set_epoch(epoch)
-            for batch in loader:
-                ...
-                step += 1
-                checkpoints.maybe_save(step, loader=loader, metrics={"loss": loss}, **states)
-
 All ranks make the same calls at the same steps. A save stops the training for a copy of the states
 in the host's memory; a thread writes the copy (CheckFreq, Mohan, Phanishayee and Chidambaram,
 FAST'21).
@@ -102,8 +92,8 @@ class TrainingCheckpoints:
     Args:
         folder: the folder of the steps, on a disk of each node, or on a disk that nodes share.
         remote: a URL (S3, a bucket of the Hugging Face hub, another folder) to which rank 0 copies
-            the newest step of its folder, as soon as the copy before has ended, and then the steps
-            that ``keep`` keeps beside ``Last``. Steps that a folder lacks are restored from there.
+            the newest step of its folder, and then the steps that ``keep`` keeps beside ``Last``.
+            Steps that a folder lacks are restored from there.
         save: the policy of ``maybe_save``. None: ``EverySeconds("auto")``.
         keep: the policy of the steps that stay. None: ``Last(3) | Best("loss")``.
         asynchronous: False: a save returns when it is on the disk.
@@ -286,7 +276,7 @@ class TrainingCheckpoints:
 
     def _hurry(self) -> None:
         if self._preemption.shutdown.is_fast:
-            raise KeyboardInterrupt  # a second signal
+            raise KeyboardInterrupt
 
     # save ----------------------------------------------------------------------------------------
 
@@ -425,7 +415,7 @@ class TrainingCheckpoints:
         if loader is not None:
             savable["loader"] = loader
         sharded.check_savable(savable)
-        step = index(step)  # also of a tensor
+        step = index(step)
         if step < self._last.step:
             raise ConfigError(
                 f"save: step {step} comes after step {self._last.step}. Count on from the step "
@@ -546,10 +536,7 @@ class TrainingCheckpoints:
         self._steps.refuse_others(there)
 
     def _agree(self, call: Callable[[], object], name: StepName) -> bool:
-        """Makes a call in each rank.
-
-        Returns whether all calls succeeded; if not, the save has failed.
-        """
+        """Returns whether all calls succeeded; if not, the save has failed."""
         errors = []
 
         def watched() -> None:
@@ -720,8 +707,7 @@ class TrainingCheckpoints:
                 saves that follow an older step are newer than all steps.
             loader: a loader that has not begun yet.
             reader: called in each rank with the folder that the ``writer`` had.
-            weights_only: restore the given states alone, and no random numbers: the training does
-                not continue from there.
+            weights_only: restore the given states alone, and no random numbers.
             states: objects with ``load_state_dict`` and dicts, by the names that ``save`` was
                 given, or some of them. A tensor of a dict with the saved shape keeps its memory,
                 which may be a model's. If a state does not fit, others may have changed.
@@ -981,7 +967,7 @@ class TrainingCheckpoints:
             to: the step; "best": the step with the best metric.
             before: a step number, to go back to the newest step before it.
             loader: the loader in use with ``skip_input``; else a new loader, with which the loop
-                begins again (``epoch``).
+                begins again.
             skip_input: the input continues at its position, so that the rows that broke the model
                 do not come again.
 

@@ -1,6 +1,6 @@
 """``ReaderDataset`` has rows of files as a torch dataset whose position can be saved and restored.
 
-An epoch has one order for all ranks and workers (``order.py``), which take turns.
+An epoch has one order for all ranks and workers (``order.py``).
 
 Each pyarrow take from several chunks copies all chunks, and one joint copy would need twice the
 window's memory. So rows are joined part by part, and taken batch by batch.
@@ -81,7 +81,6 @@ _COPIED_TOGETHER = 2**20
 
 
 def batch_rows(batch: pa.RecordBatch, numbers: Numbers) -> list[Row]:
-    """Returns the rows with these numbers as dicts, in which lists of numbers are arrays."""
     rows: list[Row] = [{} for _ in range(len(numbers))]
     for name, values in batch_columns(batch, numbers).items():
         for row, value in zip(rows, values, strict=True):
@@ -217,7 +216,6 @@ class RowBatches:
         self._ends = np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64)
 
     def take(self, rows: Numbers) -> Parts:
-        """Takes rows by their numbers among the rows of all tables, batch by batch."""
         numbers = np.searchsorted(self._ends, rows, side="right")
         order = np.argsort(numbers, kind="stable")
         counts = np.bincount(numbers)
@@ -400,7 +398,7 @@ class RowSource:
             of_file = list(group)
             blocks.expect(file, [block for block, _ in of_file])
             for block, place in of_file:
-                yield self._piece(window, block, place)  # a name would hold it
+                yield self._piece(window, block, place)
             if window.shuffled:
                 blocks.drop_buffers(file)
 
@@ -703,7 +701,7 @@ class ReaderDataset(StatefulIterable):
         self.shuffle_seed = reader.shuffle_seed and int(reader.shuffle_seed)
         self._window = parse_window("128MB")
         self._reader = copy.copy(reader)
-        self._reader.shuffle_seed = None  # the epoch decides the order
+        self._reader.shuffle_seed = None
         self._index = InputIndex(self._reader)
 
     @classmethod
@@ -919,7 +917,7 @@ def restore(loader: DataLoader, states: Iterable[ReaderState | str | PathLike[st
     dataset.check_state(merged)
     if hasattr(loader, "load_state_dict") and not any(finished):
         workers = loader.num_workers
-        key = "_snapshot" if workers else "_num_yielded"  # in the states of torchdata's loader
+        key = "_snapshot" if workers else "_num_yielded"
         for state, parts in zip(loaded, dataset_states, strict=True):
             if (
                 parts

@@ -1,8 +1,5 @@
 """``Mix`` has samples of several sources, in given shares.
 
-    mix = Mix([web, code], weights=[0.7, 0.3], seed=0)
-    loader = StatefulDataLoader(mix, batch_size=32, num_workers=4)
-
 The source of the n-th sample is a hash of seed, epoch, rank, worker and n.
 """
 
@@ -33,12 +30,11 @@ _PASS = 32
 class Mix(stateful.StatefulWrapper):
     """Samples of several stateful iterables, drawn by weight.
 
-    Each worker draws from its own shares of the sources. Another number of ranks or workers
-    continues with the states of all (``restore``), if the sources' rows are counted. The
-    rest of each source is dealt out anew, and other draws follow, which depend on the states alone.
-    No sample comes twice, and with "drop" or "repeat" none is left out. With "repeat" a source
-    continues in the first pass that is not over for all, so samples of later passes, which some
-    workers had begun, may come once more.
+    Another number of ranks or workers continues with the states of all (``restore``), if the
+    sources' rows are counted. The rest of each source is dealt out anew, and other draws follow,
+    which depend on the states alone. No sample comes twice, and with "drop" or "repeat" none is
+    left out. With "repeat" a source continues in the first pass that is not over for all, so
+    samples of later passes, which some workers had begun, may come once more.
 
     Args:
         weights: how often each source is drawn, relative to the others.
@@ -60,7 +56,7 @@ class Mix(stateful.StatefulWrapper):
         at_end: AtEnd = "stop",
     ) -> None:
         super().__init__(sources)
-        weights = [float(weight) for weight in weights]  # also of an array
+        weights = [float(weight) for weight in weights]
         check(Mix, locals())
         if not sources or len(sources) != len(weights):
             raise ConfigError(
@@ -167,7 +163,7 @@ class Mixing(Iterator[object]):
     def __next__(self) -> object:
         while not self.finished:
             number = xxh3_64_intdigest(f"{self._draw_key}/{self._drawn}".encode()) / 2**64
-            point = number * self._sums[-1]  # may round up to the sum
+            point = number * self._sums[-1]
             position = min(bisect_right(self._sums, point), len(self._live) - 1)
             source = self._live[position]
             sample = next(source.iterator, _END)

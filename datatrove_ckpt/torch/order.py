@@ -1,5 +1,5 @@
 """Computes the order of an epoch: which row of which block stands at which position, and which
-worker reads it. Pure: no files, no torch.
+worker reads it.
 
 Seed, epoch, window and the blocks of the input define one order for all ranks and workers. So a
 state needs only a position (the number of samples before it), at which any number of ranks and
@@ -251,9 +251,7 @@ def order_by_rows(table: BlockTable, seed: int | None, epoch: int, window: Windo
 def order_by_files(
     table: BlockTable, seed: int | None, epoch: int, window: Window, count: int
 ) -> EpochOrder:
-    """Makes ``count`` shares of whole files, which may differ in length, with at least
-    ``OPEN_BLOCKS`` in a window.
-    """
+    """Makes ``count`` shares of whole files, with at least ``OPEN_BLOCKS`` in a window."""
     share_of = deal_files(table, count)[table.file[table.used]]
     weights = table.weights(window)
     limit = max(window.limit / count, min(window.limit, OPEN_BLOCKS * table.mean(window)))
@@ -292,7 +290,6 @@ def unevenness(table: BlockTable, count: int) -> float:
 
 
 def shuffled_blocks(table: BlockTable, blocks: Numbers, salt: int) -> Numbers:
-    """Orders blocks so that each stretch has blocks of all files, in proportion to their rows."""
     if not len(blocks):
         return blocks
     files, inverse = np.unique(table.file[blocks], return_inverse=True)

@@ -1,8 +1,5 @@
 """``Pack`` joins rows of tokens, one after the other, and cuts them into samples of one length.
 
-    rows = ReaderDataset(reader).shard(world_size, rank).select_columns(["input_ids"])
-    loader = StatefulDataLoader(Pack(rows, 4096, separator=eos), batch_size=8, num_workers=4)
-
 No token is lost between two samples or at a stop: the tokens without a sample are part of the
 state.
 """
@@ -31,10 +28,10 @@ _FIRST = "first of its row"
 class Pack(stateful.StatefulWrapper):
     """Samples of ``length`` tokens from rows of any length.
 
-    Each worker packs its own share of the rows. Another number of ranks or workers continues with
-    the states of all (``restore``), if the source's rows are counted: each row is packed
-    once, and the rest of each packer goes to a new packer, as a row of its own. At the end of the
-    epoch each new packer drops or fills up one sample.
+    Another number of ranks or workers continues with the states of all (``restore``), if the
+    source's rows are counted: each row is packed once, and the rest of each packer goes to a new
+    packer, as a row of its own. At the end of the epoch each new packer drops or fills up one
+    sample.
 
     Args:
         source: a stateful iterable of rows: dicts with ``columns``, or else plain sequences of
@@ -92,7 +89,7 @@ class Pack(stateful.StatefulWrapper):
         source.load_state_dict(state["source"])
         if "rest" in state:
             leftovers = [state["rest"]]
-        else:  # merged: the rests are dealt out to all workers
+        else:
             first = slot.worker * slot.world_size + slot.rank
             leftovers = state["rests"][first :: slot.world_size * slot.workers]
         held = [

@@ -1,11 +1,5 @@
 """Policies of ``TrainingCheckpoints`` as values: when a training saves, and which steps stay.
 
-    TrainingCheckpoints(
-        folder,
-        save=EverySteps(500) | EverySeconds("auto"),
-        keep=Last(3) | Best("loss") | Every(10_000),
-    )
-
 A class of your own is a subclass of ``SavePolicy`` or ``KeepPolicy``.
 
 ``young``, ``daly`` and ``efficiency`` know the MTBF: the mean of M seconds between two losses of
@@ -75,11 +69,9 @@ class Moment:
     """The end of a step, at which a policy decides.
 
     Attributes:
-        last_step: the step that was saved or restored last.
         seconds: seconds since the last save. Ranks agree on them a few times a second; otherwise,
             and while a save is written, they are -inf.
         pause_seconds: how long the last save stopped the training; 0: none was timed.
-        write_seconds: how long the last save was written.
         epoch_ended: one of the ranks had the last batch. Known beside ``EveryEpoch`` only.
         stopped_seconds: how long all saves since the start or restore stopped the training.
         metrics: the metrics of rank 0. Known beside ``Best`` only.
@@ -221,8 +213,8 @@ class Overhead(SavePolicy):
 
 @dataclass
 class WhenFailing(SavePolicy):
-    """Saves each ``every_seconds`` while a command fails in one of the ranks, such as a check of
-    the node's GPUs. Between the saves a shell repeats the command at that interval.
+    """Saves each ``every_seconds`` while a command fails in one of the ranks. Between the saves a
+    shell repeats the command at that interval.
     """
 
     command: str

@@ -31,8 +31,7 @@ _numbers = itertools.count()
 
 
 class Ranks:
-    """All ranks of torch.distributed, or one rank without it. Each rank makes an instance, and the
-    same calls.
+    """All ranks of torch.distributed, or one rank without it.
 
     The ranks use a group of their own on the CPU, so that nothing waits for the GPUs.
 

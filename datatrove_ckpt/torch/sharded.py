@@ -1,5 +1,5 @@
-"""Finds whether ranks have parts of a training's states (FSDP), and whether states are plain, and
-copies states in the host's memory.
+"""Finds parts of a training's states (FSDP) and values that are not plain, and copies states in the
+host's memory.
 
 ``torch.distributed.checkpoint`` (DCP) saves such parts as a folder, and restores them on any number
 of ranks, also without FSDP.
@@ -265,7 +265,7 @@ def not_plain(contents: Mapping[str, object]) -> str:
 class StateSnapshot:
     """Makes copies in the host's memory, by the stager of torch.distributed.checkpoint.
 
-    Each copy reuses the buffers of the copy before, so only one copy is in use at a time.
+    Each copy reuses the buffers of the copy before: only one copy is in use at a time.
     """
 
     @cached_property

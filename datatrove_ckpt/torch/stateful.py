@@ -1,9 +1,8 @@
 """The base of ``ReaderDataset``, ``Pack`` and ``Mix``: one iteration at a time, its state, and the
 numbers that copies in workers share.
 
-``Pack`` and ``Mix`` wrap sources, such as streaming datasets of Hugging Face, and hold their
-states. The state of a source must belong to its latest iterator, as in torchdata, whose
-StatefulDataLoader needs iterable datasets of torch.
+The state of a source must belong to its latest iterator, as in torchdata, whose StatefulDataLoader
+needs iterable datasets of torch.
 """
 
 import copy
@@ -83,7 +82,7 @@ class SharedCounters:
     def __setstate__(self, state: ReaderState) -> None:
         self.__dict__ = state
         if not isinstance(self._numbers, list):
-            self._numbers.share_memory_()  # a copy is not
+            self._numbers.share_memory_()
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -96,7 +95,6 @@ class SharedCounters:
             self.again += 1
 
     def take_load(self, number: int, worker: int | None) -> bool:
-        """Returns True once for each worker and load."""
         cell = _cell(_TAKEN, worker)
         if int(self._numbers[cell]) >= number:
             return False

@@ -1,8 +1,7 @@
 """Checks states of ``ReaderDataset``, and merges the states of all ranks into one for any topology.
 
 A worker's state has its position in the epoch (``slot`` and ``samples``), the order, the input, and
-what other topologies have read before (``done``). In a merged state without a slot, ``done`` holds
-everything.
+what other topologies have read before (``done``).
 
 A ``Pack`` or ``Mix`` has the merged states of its sources, and the rests of its packers, or the sum
 of its draws.

@@ -17,9 +17,8 @@
     .rank-RANK, history.jsonl, metrics.csv    see ``training_history.py``
 
 A file of SHARED_BYTES or more with the same bytes as in the two steps before is a hard link to the
-file of the older one, so that damage of one copy leaves the other. In a remote, the manifest of
-such a step has the format SHARED, and all its large files are objects by their xxh128 in shared/,
-which stay as long as a step has them.
+file of the older one. In a remote, the manifest of such a step has the format SHARED, and all its
+large files are objects by their xxh128 in shared/, which stay as long as a step has them.
 """
 
 import io
@@ -233,7 +232,6 @@ def sealed(manifest: StepManifest) -> bytes:
 
 
 def parse_manifest(data: bytes | None, place: str, name: StepName) -> StepManifest:
-    """Parses a manifest, and raises what ``read_manifest`` raises."""
     if data is None:
         raise CheckpointCorrupt(f"{place} is missing.")
     try:

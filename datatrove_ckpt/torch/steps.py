@@ -50,7 +50,7 @@ _BEGIN_BYTES = 8 << 20
 
 
 class Steps:
-    """The saved steps in a folder, and in a remote place. One rank at a time changes a folder.
+    """One rank at a time changes a folder.
 
     Methods that write raise StorageFailed for the disk, and OSError and others for the remote.
     """
@@ -102,7 +102,7 @@ class Steps:
             ) from None
         for path in self.folder.iterdir():
             replaced = self.folder / path.name.removeprefix(".old-")
-            if replaced != path and not replaced.exists():  # the new step never took its place
+            if replaced != path and not replaced.exists():
                 files.disk.rename(path, replaced)
             elif path.name.startswith((".saving-", ".old-", ".removed-")):
                 files.disk.remove_tree(path)
@@ -298,8 +298,8 @@ class Steps:
     # remote --------------------------------------------------------------------------------------
 
     def upload(self, name: StepName, there: dict[StepName, StepManifest]) -> None:
-        """Copies a step, and compares the copy. Until it returns, no older copy may be removed.
-        Large files that a step ``there`` has are not sent again.
+        """Until this returns, no older copy may be removed. Large files that a step ``there`` has
+        are not sent again.
 
         Raises CheckpointCorrupt if the copy differs.
         """

@@ -34,7 +34,7 @@ from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError, StorageFailed,
 
 
 def config_file(config: object) -> bytes:
-    """Returns the content of ``config.json`` for a dict, dataclass or Namespace, without secrets.
+    """Returns the content of ``config.json``, without secrets.
 
     Returns no bytes for None.
 

@@ -38,7 +38,6 @@ class TrainingInput:
 
     Attributes:
         epoch: the number of the epoch with which the loop continues; None: it was not saved.
-        told_epoch: the number of this epoch, if the loader reads no dataset of ours.
         restored: the restored input, by its step. A loader that has not begun again knows less.
     """
 
@@ -194,7 +193,6 @@ def keep_workers(
 
 @cache
 def _is_over(process: int) -> torch.Tensor:
-    """Makes a flag that this process shares with its workers, and sets when it ends."""
     flag = torch.zeros(1, dtype=torch.bool).share_memory_()
     # Before multiprocessing waits for the workers: in a process that it started itself, without
     # atexit.

@@ -403,7 +403,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         }
 
     def _checked_state(self, state: ReaderState | None, shard: list[int]) -> ReaderState | None:
-        """Returns the state, or None if it is the state before the first document."""
         if state is None:
             return None
         position = f"The saved position in {self.data_folder.path}"
@@ -466,7 +465,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         return self.documents_of(name, self.blocks(name, file_position), documents)
 
     def blocks(self, name: str, file_position: FilePosition) -> Iterator[RowBlock]:
-        """Yields the rows of a file after ``file_position``."""
         raise NotImplementedError
 
     def _may_grow(self, name: str) -> bool:
@@ -573,7 +571,7 @@ class _InputPass:
     def unread_files(self) -> Iterator[int]:
         for index in range(self.digest.files, len(self.inputs.names)):
             if self._is_at_limit():
-                if self.file_position:  # the limit was reached in this file
+                if self.file_position:
                     self._end_file(index)
                 return
             yield index

@@ -7,10 +7,10 @@ Parquet is read by row group and row: a part is a slice of a row group. pyarrow 
 from their beginning, so earlier rows are decoded in small batches, and dropped. A call takes 0.2
 ms, so small row groups are read together.
 
-Arrow IPC is read from files with a footer, and from streams, as ``datasets`` writes them: a part is
-a slice of a record batch. Local files are mapped into memory, so a slice costs its own pages. A
-batch with compressed buffers, or of a remote file, is read as a whole; only the requested columns
-of a remote file with a footer are read. A stream's batches are found by the messages before them.
+Arrow IPC is read from files with a footer, and from streams: a part is a slice of a record batch.
+Local files are mapped into memory, so a slice costs its own pages. A batch with compressed buffers,
+or of a remote file, is read as a whole; only the requested columns of a remote file with a footer
+are read.
 """
 
 from __future__ import annotations
@@ -472,7 +472,7 @@ class ArrowBlocks(TableFile):
             chosen = tuple(columns)
         key = (part, chosen)
         if self._last[0] != key:
-            self.drop_buffers()  # so that memory never holds two batches
+            self.drop_buffers()
             batch = self._batch(part, chosen)
             if batch.num_rows != self.groups[part].rows:
                 raise changed_error(self.name)

@@ -3,10 +3,6 @@
 A block is a row group or record batch, or a slice of it, so that its memory does not grow with the
 groups of a file.
 
-    blocks = BlockInput(ParquetReader("corpus"))
-    sum(block.rows for block in blocks)             rows of the whole input
-    blocks.read(blocks[7], ["input_ids"])           the rows of one block, as a table
-
 The blocks depend on the files alone: not on the columns, or on the reader's ``limit`` and ``skip``.
 ``folder_reader`` and ``hub_reader`` find the reader for the files of a folder, or of a dataset.
 """
@@ -88,7 +84,7 @@ def hub_reader(path: str, name: str | None, split: str, revision: str | None) ->
 def _ending(names: Iterable[str], location: str) -> str:
     suffixes = _READERS.keys() & {uncompressed(name).suffix for name in names}
     if len(suffixes) > 1:
-        suffixes.discard(".json")  # usually describes the other files
+        suffixes.discard(".json")
     if len(suffixes) != 1:
         raise ConfigError(
             f"{location!r} has {' and '.join(sorted(suffixes)) or 'no'} files to read, and one "
@@ -119,7 +115,7 @@ class Block:
 
 
 class BlockInput:
-    """The blocks of a reader's files, in their order. Files stay open while they are read.
+    """The blocks of a reader's files, in their order.
 
     Args:
         reader: its ``limit``, ``skip`` and shuffle are ignored.
@@ -141,7 +137,7 @@ class BlockInput:
         self._opened: OrderedDict[int, BlockFile] = OrderedDict()
         self._process = os.getpid()
         self._keys: set[str] = set()
-        self._schemas: dict[bytes, bytes] = {}  # so that equal schemas are one object
+        self._schemas: dict[bytes, bytes] = {}
         self._size = 4
         self._index = self._index_files()
         self.sequential = frozenset(

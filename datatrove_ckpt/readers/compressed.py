@@ -1,8 +1,7 @@
 """Opens compressed files as streams of bytes, with errors that name a damaged or cut-off file.
 
-A compressed file is a sequence of streams. The libraries' files for zstd, bz2 and xz end without an
-error at a stream that they cannot read, and xz at the padding between two streams. So their streams
-are decompressed here.
+The libraries' files for zstd, bz2 and xz end without an error at a stream that they cannot read,
+and xz at the padding between two streams. So their streams are decompressed here.
 
 Of some files, earlier releases read only the beginning: an xz file up to the padding between its
 streams, the first file of a zip, the first page of a TIFF. The rest of such a file would move all
@@ -67,7 +66,7 @@ def _decompressed(file: IO[bytes], codec: str, name: str) -> io.RawIOBase:
         try:
             import zstandard
         except ImportError:
-            pass  # fsspec knows other packages
+            pass
         else:
             # As `zstd --long=31` writes.
             decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
@@ -259,7 +258,7 @@ def _only_file(file: IO[bytes], name: str) -> io.RawIOBase:
         )
     try:
         return cast("io.RawIOBase", archive.open(names[0]))
-    except RuntimeError as error:  # a password, or an unusual compression
+    except RuntimeError as error:
         raise zipfile.BadZipFile(str(error)) from error
 
 

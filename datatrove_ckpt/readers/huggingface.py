@@ -4,9 +4,9 @@ A ``FilePosition`` is (rows of the rank in this shard so far,). A resume begins 
 the shard, counted from its beginning: if the dataset has no features, missing columns are filled
 within a batch.
 
-``DatasetInputs`` presents a dataset as files: its shards. A streaming dataset consists of shards,
-mostly files. A map-style dataset counts as one file, whose rows can be indexed. As in datatrove's
-reader, a rank has every n-th shard if a stream has several, else every n-th row.
+``DatasetInputs`` presents a dataset as files: its shards. A map-style dataset counts as one file,
+whose rows can be indexed. As in datatrove's reader, a rank has every n-th shard if a stream has
+several, else every n-th row.
 
 A resumed stream skips earlier shards, and then rows (``IterableDataset.skip``), which the dataset
 reads. Only public parts of ``datasets`` are used, but not its ``state_dict``: a state that was
@@ -444,7 +444,6 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         return inputs
 
     def _load(self, commit: str | None) -> tuple[Any, list[str] | None]:
-        """Returns the dataset, or a dict with a dataset for each split, and a stream's files."""
         from datasets import load_dataset, load_dataset_builder, load_from_disk
 
         if self.load_from_disk:

@@ -7,7 +7,7 @@ are not read again, because this would take the time that seeking saves.
 Errors of the hub and of S3 about an input are explained here.
 
 A document carries its position in a slot that is no dataclass field: filters pass it on, and
-writers do not see it. It costs one tuple per document; only saving builds the state.
+writers do not see it.
 
 The readers of a pipeline start lazily, at the first ``next``, and find a ``Reading`` in their
 thread. A state has the number of its reader, in the order of starting. An attribute of the step
@@ -266,7 +266,6 @@ class ReaderStart:
     record: Callable[[], ReaderRecord] | None = None
 
     def note_skipped(self, name: str, before: SkippedLines, has_documents: bool) -> None:
-        """Records skipped lines at the end of a file, and warns of a file without documents."""
         if self.skipped == before:
             return
         self.skipped_in[name] = self.skipped.damaged > before.damaged
@@ -354,7 +353,6 @@ _MISSING = (FileNotFoundError, PermissionError)
 
 
 def explain_hub_error(dataset: str, error: BaseException, commit: str | None = None) -> str:
-    """Explains why a dataset cannot be opened or looked up."""
     if commit and type(error).__name__ == "RevisionNotFoundError":
         return (
             f"The dataset {dataset!r} has no commit {commit} any more, with which this run began: "
@@ -571,7 +569,6 @@ class InputFiles:
         return digest
 
     def check_all(self, before: ReaderState) -> None:
-        """Checks that a digest's state is of exactly these files."""
         current = self.digest(len(self.names))
         if not current.is_of(before):
             raise position_mismatch(
@@ -796,7 +793,7 @@ def list_input(reader: BaseDiskReader, afresh: bool = True, of_rank: bool = Fals
     """
     folder = reader.data_folder
     pattern = reader.glob_pattern
-    if hasattr(reader, "list_dataset"):  # HuggingFaceDatasetReader
+    if hasattr(reader, "list_dataset"):
         dataset_inputs: InputFiles = reader.list_dataset()
         return dataset_inputs
     if reader.paths_file:

@@ -1,8 +1,7 @@
 """Finds the readers of files in a pipeline through its generators: each holds its step and the
 generator before it.
 
-For readers that do not seek, it records files, and refuses an input without documents. Their
-skipped rows are not counted.
+For readers that do not seek, it records files, and refuses an input without documents.
 
 It also adds up the stats of the steps before the runner, over all attempts of a rank. After a
 resume that seeks, these steps see only the remaining documents. So a saved position holds their
@@ -203,9 +202,7 @@ class StepStats:
         return {"ended": ended, "steps": list(map(list, steps))}
 
     def finish(self, read: int) -> None:
-        """Sets the steps' stats to the sums over all attempts, at the end of the input, of which
-        this attempt has read ``read`` documents.
-        """
+        """Sets the steps' stats to the sums over all attempts, at the end of the input."""
         for step, total in zip(self._steps, self._totals(read), strict=True):
             step.stats.stats = total
         self._earlier = [MetricStatsDict() for _ in self._steps]

@@ -107,7 +107,7 @@ def plain_settings(values: Mapping[str, object]) -> JsonObject:
 
 
 def differences(recorded: Sequence[StepRecord], current: Sequence[StepRecord]) -> list[str]:
-    """Lists the differences, step by step. Settings that only one side has are not compared."""
+    """Settings that only one side has are not compared."""
     if [step.name for step in recorded] != [step.name for step in current]:
         return [f"then: {_names(recorded)}", f"now: {_names(current)}"]
     return [

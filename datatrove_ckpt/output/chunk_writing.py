@@ -1,7 +1,5 @@
 """Writes a finished chunk's documents to staged files, and publishes the files.
 
-Each chunk gets a fresh copy of the user's DiskWriter, with our file manager (``file_managers.py``).
-
 A Parquet chunk has the schema of all its documents, so that chunks load as one dataset. datatrove's
 ParquetWriter takes the schema of a file's first document, and the columns of each batch's first
 document: a column that is None at first fails later, and a new column is dropped silently. Here a
@@ -419,7 +417,6 @@ _MAX_LEVELS = 99  # of pyarrow's readers; its writers have no limit
 
 
 def _levels(kind: DataType) -> int:
-    """Returns the depth of a type in a Parquet schema, in groups and leaves."""
     if pa.types.is_dictionary(kind):
         return 1
     parts = [kind.field(number).type for number in range(kind.num_fields)]
@@ -490,7 +487,6 @@ ONE_TYPE = (
 
 
 def schema_mismatches(first: Schema, later: Schema, prefix: str = "") -> list[SchemaMismatch]:
-    """Returns the columns because of which a file does not load after another file."""
     first_fields = {field.name: field for field in first}
     mismatches: list[SchemaMismatch] = []
     for field in later:
@@ -553,8 +549,8 @@ class RankColumns:
         self.types = raw_types(schema)
 
     def add(self, chunk_index: int, schema: Schema) -> list[SchemaMismatch]:
-        """Adds a chunk. Returns the columns because of which it and the first chunk do not load as
-        one dataset, each column once.
+        """Returns the columns because of which the chunk and the first chunk do not load as one
+        dataset, each column once.
 
         Raises:
             TypeConflict: the chunk can never be one dataset with the chunks before.

@@ -135,11 +135,6 @@ for _kind in RESULTS:
 def result_of(
     fields: JsonObject, plain: type[InferenceResult] = InferenceResult
 ) -> InferenceResult:
-    """Returns the result that has these fields.
-
-    Raises:
-        TypeError: the fields are not a result's.
-    """
     if "tool_calls" in fields:
         return WholeResult(**fields)
     if "answer" in fields:
@@ -602,8 +597,7 @@ def is_usual(writer: DiskWriter) -> bool:
 
 
 def decode_for(writer: DiskWriter) -> Callable[[bytes], Document]:
-    """Returns the function that decodes documents for this writer. Replaces datatrove's default
-    adapter.
+    """Replaces datatrove's default adapter.
 
     datatrove's JsonlWriter accepts no arrays, and receives them as JSON; its ParquetWriter accepts
     arrays of one dimension.
@@ -678,7 +672,7 @@ def exploded(document: Document, *, column: str, key: str) -> Iterator[Document]
             while name in used_names or name in row:
                 name = f"{column}_{name}"
             row[name] = value
-        media = list(map(copy.copy, document.media or ()))  # a writer changes them
+        media = list(map(copy.copy, document.media or ()))
         yield Document(document.text, f"{document.id}/{n}", media, row)
         metadata.pop(key, None)
 
@@ -686,8 +680,8 @@ def exploded(document: Document, *, column: str, key: str) -> Iterator[Document]
 def number_column(
     row: Row, number: str, column: str, key: str, own: Collection[str] = ()
 ) -> str | None:
-    """Returns the name of the column ``n`` in a row of ``exploded``, which the item's columns
-    follow; None if there is no such column.
+    """Returns the name of the column ``n`` in a row of ``exploded``; None if there is no such
+    column.
     """
     names = [*row]
     item_names = names
@@ -710,8 +704,8 @@ def write_for(
     chunk_index: int,
     rows: RowsOf = one_row,
 ) -> Callable[[bytes], object]:
-    """Returns the function that writes an encoded document, in the cheapest way with the same bytes
-    as ``DiskWriter.write``.
+    """Returns the function that writes an encoded document, with the same bytes as
+    ``DiskWriter.write``.
 
     Args:
         writer: a copy of the user's writer. Its stats are switched off: they would double the cost.
@@ -816,7 +810,7 @@ class _ValueDescription:
     def __call__(self, value: object) -> str:
         try:
             return _named(value, self._facts(value))
-        except Exception:  # a damaged image, a closed decoder
+        except Exception:
             return _named(value)
 
     def _facts(self, value: object) -> str:
@@ -848,7 +842,7 @@ class _ValueDescription:
         return f"{image.mode} {image.width}x{image.height} {digest.hexdigest()}"
 
     def _items(self, items: list[object]) -> str:
-        if self._inside:  # they may hold each other
+        if self._inside:
             return ""
         self._inside = True
         try:

@@ -21,7 +21,7 @@ from datatrove_ckpt.output.formats import FORMATS
 
 STAGING = layout.OUTPUT_STAGING
 
-_MAX_PART_BYTES = 255  # of Linux, macOS and Windows
+_MAX_PART_BYTES = 255
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
 
 _OTHER_SUFFIXES = (

@@ -62,7 +62,6 @@ class Format:
         return getattr(import_module(self.module), self.writer)
 
     def is_written_by(self, writer: DiskWriter) -> bool:
-        """Whether the writer is the format's class, or writes rows by its methods."""
         ours = self.writer_class
         if not isinstance(writer, ours):
             return False

@@ -225,7 +225,6 @@ class HubFolder:
 
     @property
     def is_bucket(self) -> bool:
-        """Whether the folder is in a bucket, which has no commits and no revisions."""
         return self.kind == BUCKET
 
     @property
@@ -317,7 +316,6 @@ class HubFolder:
         return head
 
     def remove(self, paths: Sequence[str], message: str, head: str | None = None) -> None:
-        """Removes existing files, by their paths in the repository; ``head`` as in ``commit``."""
         from huggingface_hub import CommitOperationDelete
 
         if self.is_bucket:

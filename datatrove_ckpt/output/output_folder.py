@@ -112,7 +112,6 @@ class RunOrigin(NamedTuple):
 
     @property
     def recorded(self) -> OutputOwner | None:
-        """Returns the record in ``home``; None if the file is missing or damaged."""
         return _parsed(content_of(self.file) or b"")
 
     @property
@@ -252,7 +251,6 @@ class OutputOwnership:
 
 
 def owners_of(folder: DataFolder) -> list[OutputOwner]:
-    """Returns the owners of a folder, one for each template with a record."""
     pattern = folder.fs._strip_protocol(_record(folder, f"{layout.OWNER}*").place)
     with file_system_call():
         names = folder.fs.glob(pattern)
@@ -269,7 +267,7 @@ def _record(folder: DataFolder, name: str) -> _OwnerRecord:
         return _LocalRecord(location.with_name(f".{location.name}.{name}"))
     hub = HubFolder.of(folder)
     if hub is None:
-        root, slash, path = folder.path.rstrip("/").partition("/")  # a bucket, or nothing
+        root, slash, path = folder.path.rstrip("/").partition("/")
         location = folder.fs.unstrip_protocol(_beside(root + slash, path, name))
         return _StoredRecord(str(location), folder.fs.storage_options)
     path = _beside("", hub.path, name)
@@ -515,7 +513,6 @@ def list_files(
     ``head``.
 
     Args:
-        everywhere: whether to list subfolders.
         without: a local folder that is not listed.
     """
     listing = OutputListing()
@@ -564,7 +561,6 @@ _TAGS = (
 
 
 def remote_stamp(info: Info) -> int:
-    """Returns the stamp of a remote file (see ``OutputFile``)."""
     return stamp_of(next((str(info[tag]) for tag in _TAGS if info.get(tag)), ""))
 
 
@@ -747,7 +743,7 @@ def first_names(names: Sequence[str], max_names: int = 3) -> str:
 
 
 class OutputFolder:
-    """The output folder of one step. Each refusal is an OutputMismatch.
+    """Each refusal is an OutputMismatch.
 
     Args:
         root, mirror, run: see ``RunOrigin``.
@@ -818,7 +814,7 @@ class OutputFolder:
             self.refuse_lost(committed, self.look(committed, contents=False))
 
     def by_name(self, commits: Iterable[RankCommits]) -> dict[str, CommittedFile]:
-        """Returns the committed files by their paths. Refuses two commits that name one file."""
+        """Refuses two commits that name one file."""
         committed: dict[str, CommittedFile] = {}
         for file in chain.from_iterable(rank_commits.files for rank_commits in commits):
             other = committed.setdefault(file.path, file)
@@ -840,7 +836,7 @@ class OutputFolder:
         contents: bool = True,
         policy: RetryPolicy | None = None,
     ) -> OutputListing:
-        """Lists the output folder, see ``list_output``. Refuses a folder of another run.
+        """Refuses a folder of another run.
 
         Args:
             contents: whether to read files whose stamp has changed.

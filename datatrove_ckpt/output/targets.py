@@ -325,7 +325,7 @@ class S3Target(RemoteTarget):
         part = max(PART_BYTES, -(-local.stat().st_size // 10_000))  # S3's maximum number of parts
         is_uploaded = super().upload(local, name, is_new, chunksize=part, **options)
         if local.stat().st_size >= 2 * PART_BYTES:
-            self._abort_open_uploads({name})  # of failed attempts
+            self._abort_open_uploads({name})
         return is_uploaded
 
     def info(self, name: str) -> Info:

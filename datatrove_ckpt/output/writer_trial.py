@@ -54,7 +54,6 @@ class WriterTrial:
         self._copied = self._copy()
 
     def is_needed(self, data: bytes) -> bool:
-        """Whether the writer may be unable to write an encoded document."""
         return not is_plain(data, self._takes_usual)
 
     def __call__(self, data: bytes, doc_id: str) -> None:

@@ -252,7 +252,7 @@ def _text(result: object) -> str:
     choices = result.get("choices") or [{}]
     if isinstance(choices, list) and all(
         isinstance(choice, dict) and "text" in choice for choice in choices
-    ):  # the first choice is the result itself
+    ):
         texts = "\n\n".join(map(_text, choices))
         result = {**result, "text": texts, "choices": None, "tool_calls": None}
     text = result.get("text")
@@ -417,7 +417,7 @@ def _write_lines(location: RunLocation, path: Path) -> int:
         for folder, committed, _ in committed_files(location):
             name = committed.path
             file_format = format_of_file(name)
-            if file_format is not JSONL:  # not by pandas, which rounds numbers
+            if file_format is not JSONL:
                 for row in read_rows(folder, name, with_media=True):
                     options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
                     target.write(orjson.dumps(for_orjson(row), default=str, option=options))

@@ -258,7 +258,6 @@ def probe_object(folder: DataFolder) -> Finding:
 
 
 def _upload(folder: DataFolder, name: str) -> DataFolder:
-    """Uploads into the folder, or the nearest folder above it that exists."""
     try:
         folder.pipe_file(name, _CONTENT)
         return folder
@@ -298,8 +297,8 @@ def check_local_output(folder: Path, moves: bool) -> Iterator[Finding]:
 
 
 def _try_locally(folder: Path, *tries: Callable[[Path], Finding]) -> Iterator[Finding]:
-    """Checks that the folder can be written, then runs ``tries``, each with a hidden folder inside
-    it, or inside its nearest parent that exists.
+    """Checks that the folder can be written, then runs ``tries``, each with a hidden folder
+    there.
     """
     probe = existing_part(folder) / f"{PROBE}{secrets.token_hex(4)}"
     try:
@@ -407,7 +406,7 @@ def check_access_of(runner: RunnerPlan, hub: HubFolder) -> str:
     return check_access(hub, private, only_look=runner.plan.for_doctor)
 
 
-_COMMITS_PER_HOUR = 128  # what the hub allows to a free account
+_COMMITS_PER_HOUR = 128
 _CHARACTERS_PER_TOKEN = 4
 _LOOPBACK = re.compile(r"//(localhost|127\.|0\.0\.0\.0|\[::1?\])")
 
@@ -554,7 +553,7 @@ def _check_checkpoints(runner: RunnerPlan) -> Iterator[Finding]:
     plan = runner.plan
     step = runner.step
     if plan.as_jobs or not plan.for_doctor:
-        return  # each job has a disk of its own
+        return
     if step.checkpoints_local_dir is None:
         yield Finding(
             "warning", "folder", "none: a run that dies starts over. Set checkpoints_local_dir."
@@ -571,7 +570,7 @@ def _check_output(runner: RunnerPlan) -> Iterator[Finding]:
     if output.is_local():
         refuse_file("output_folder", output.resolve_paths(""))
     if not runner.plan.for_doctor:
-        return  # tasks write there soon
+        return
     hub = HubFolder.of(output)
     if hub is not None:
         look = partial(check_access_of, runner, hub)
@@ -777,7 +776,7 @@ def refuse_input(plan: RunPlan, index: int, step: object) -> None:
             root.exists() for _, root in plan.with_checkpoints
         ):
             step.check()
-    elif not folder.isdir(""):  # of the media that documents name
+    elif not folder.isdir(""):
         raise ConfigError(f'{place}: "{folder.path}" is not a folder.')
 
 

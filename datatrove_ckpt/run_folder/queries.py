@@ -94,7 +94,7 @@ def reads(paths: list[str]) -> str:
 
 def _escaped(path: str) -> str:
     quoted = path.replace("'", "''")
-    return re.sub(r"[\[*?]", r"[\g<0>]", quoted)  # a path is no pattern
+    return re.sub(r"[\[*?]", r"[\g<0>]", quoted)
 
 
 def parse(sql: str, label: str) -> Query:
@@ -160,7 +160,6 @@ def takes_row_by_row(query: Query, tables: Tables) -> bool:
 
 
 def printed(query: Query, tables: Tables, rows: int) -> str:
-    """Returns the first rows of a query as a table for people."""
     with _connected(query, tables) as connection:
         return str(connection.sql(query.sql).limit(rows))
 
@@ -276,7 +275,7 @@ def _connected(
         "threads": 1,
         "memory_limit": f"{limit}B",
         "temp_directory": spill,
-        "autoinstall_known_extensions": False,  # no internet
+        "autoinstall_known_extensions": False,
         "autoload_known_extensions": False,
         "python_enable_replacements": False,
     }

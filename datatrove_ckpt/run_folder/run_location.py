@@ -101,7 +101,7 @@ def open_location(
     if url is None:
         yield location
         return
-    from datatrove_ckpt.common.object_store import check_url  # fsspec is slow to import
+    from datatrove_ckpt.common.object_store import check_url
     from datatrove_ckpt.mirror.restore import MirrorReader
 
     check_url("WHAT" if config is None else "checkpoints_remote_dir", url)
@@ -150,11 +150,7 @@ def _named(argument: str) -> tuple[RunLocation, str | None]:
                 location.output = str(output)
             if logs.is_dir():
                 location.logging_dir = str(logs)
-        elif (
-            logs.is_dir()
-            and not has_ranks
-            and not (root / "executor.json").exists()  # datatrove's logging_dir
-        ):
+        elif logs.is_dir() and not has_ranks and not (root / "executor.json").exists():
             location.output = str(output)
             location.logging_dir = str(logs)
             raise _not_begun(location, checkpoints)
@@ -216,7 +212,7 @@ def cancel_batch(location: RunLocation, rank: Path, batch: Batch) -> str | None:
     """
     import asyncio
 
-    from datatrove_ckpt.generation.provider_passes import cancel  # both are slow to import
+    from datatrove_ckpt.generation.provider_passes import cancel
 
     problem = asyncio.run(cancel(batch))
     if problem is None:
@@ -242,7 +238,7 @@ def _named_by_config(path: str, config: JsonObject) -> tuple[RunLocation, str | 
         local = expand_path(
             f"{path}: pipeline[{index}].checkpoints_local_dir", step["checkpoints_local_dir"]
         )
-    except ConfigError:  # it cannot be known on this node
+    except ConfigError:
         if remote is None:
             raise
     location = RunLocation(

@@ -49,7 +49,6 @@ class RunnerPlan:
     """One ``InferenceRunner`` of a job.
 
     Attributes:
-        index: its place in the pipeline.
         before: the steps since the previous runner, which passes no documents on.
         copy: the folder with a copy of the mirror, if the ranks run as jobs.
     """
@@ -221,7 +220,7 @@ class RunPlan:
         """
         if ranks is None:
             ranks = range(self.tasks)
-        with naming_hub():  # the first request of a run
+        with naming_hub():
             result: list[int] = self._executor.get_incomplete_ranks(ranks, skip_completed)
         return result
 
@@ -271,9 +270,6 @@ def check_steps(plan: "RunPlan") -> None:
 def _check_order(pipeline: Sequence[object]) -> None:
     """Refuses a reader whose limit is 0 or negative, an ``InferenceRunner`` without a step before
     it, a step right after one that needs documents, and steps after one with ``until``.
-
-    As in datatrove, a step needs documents if ``data``, the first argument of its ``run``, has no
-    default.
     """
     for index, step in enumerate(pipeline):
         if isinstance(step, BaseReader) and (step.limit < -1 or not step.limit):

@@ -1,4 +1,4 @@
-"""RunState: the state of a run, printed by ``status`` and drawn by ``report``. Plain data.
+"""RunState: the state of a run, printed by ``status`` and drawn by ``report``.
 
 Times are Unix seconds, durations seconds, rates per second; None is unknown.
 
@@ -181,9 +181,7 @@ class RunState:
     """The whole run.
 
     Attributes:
-        what: the folder or URL that was read, for people.
         command: resumes the run; "" if it is not known.
-        logs: the ``logging_dir``, if it is known.
         newest: time of the newest change that was seen.
         tasks: number of ranks of the run; 0: unknown.
         missing: ranks of the run that have no folder.
@@ -351,7 +349,7 @@ def add_up(ranks: list[RankStatus], now: float, tasks: int = 0) -> Totals:
             if attempt is rank.attempt:
                 end = attempt.ended or max(end, rank.last_change)
                 if rank.state == "running" and not rank.is_copy:
-                    end = now  # its last line is older
+                    end = now
             spans.append((attempt.started, end))
     spans.sort()
     if spans:
@@ -407,7 +405,6 @@ def _with_attempt(
 
 
 def _add_input(totals: Totals, ranks: list[RankStatus]) -> None:
-    """Adds inputs; an unknown input counts as the mean of the others."""
     with_total = [rank for rank in ranks if rank.position.total is not None]
     units = {rank.position.unit for rank in with_total}
     if len(units) != 1:

@@ -206,7 +206,7 @@ def _lines(
     yield f"{_MADE_BY.decode()}{__version__}, finished on {made} (UTC). Output: `{output}`.\n"
     yield "## What made it\n"
     yield "| setting | value |\n|---|---|"
-    source = ""  # the files or the dataset that are read
+    source = ""
     for step in runner.before[:1]:
         source = str(getattr(step, "dataset", ""))
         folder = getattr(step, "data_folder", None)

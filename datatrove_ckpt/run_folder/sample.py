@@ -66,7 +66,7 @@ def take_sample(plan: RunPlan, number: int, folder: Path, writes_rows: bool = Fa
     if not plan.runners:
         raise ConfigError("--sample: the pipeline has no InferenceRunner.")
     runner = plan.runners[0]
-    with Reading():  # one order of all tasks
+    with Reading():
         with_input, tasks = _first_documents(runner, number)
     first = [document for documents in tasks.values() for document in documents]
     texts = [document.text for document in first]
@@ -94,7 +94,7 @@ def take_sample(plan: RunPlan, number: int, folder: Path, writes_rows: bool = Fa
         checkpoints_local_dir=str(checkpoints),
         checkpoints_remote_dir=None,
         records_per_chunk=number,
-        explode=writes_rows and runner.step.explode,  # else whole answers are shown
+        explode=writes_rows and runner.step.explode,
         rollout_results=True,
         on_document_error="dead_letter",
         skip_bad_requests=True,

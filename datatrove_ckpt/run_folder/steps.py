@@ -59,7 +59,6 @@ class StepFolder:
 
 
 def step_folders(root: Path) -> dict[str, StepFolder]:
-    """Returns the steps of a run folder in order; none if it holds no steps."""
     names: list[str] = []
     with suppress(OSError):  # the command reports it later
         names = orjson.loads((root / STEPS).read_bytes())

@@ -189,7 +189,7 @@ def verify(location: RunLocation, full: bool = False) -> VerifyReport:
         report.sums.add_rank(rank)
         report.add(_check_rank(report, rank))
         report.add(_check_input(rank, readers))
-        rank.commits = {}  # there may be millions
+        rank.commits = {}
     report.add(_check_settings(report))
     report.add(_check_ranks(report))
     report.add(_check_recorded(report))
@@ -213,7 +213,7 @@ def find_output(location: RunLocation) -> str:
     named = location.named_output
     if named is None and (location.config or recorded is None):
         named = location.output
-    if named is not None:  # whatever the checkpoint names
+    if named is not None:
         return str(get_datafolder(named).resolve_paths(""))
     if recorded is not None:
         sibling = checkpoints.absolute().with_name("output")
@@ -387,7 +387,7 @@ def _readers(logging_dir: str | None) -> list[Json]:
 
 def _check_input(rank: RankSummary, readers: list[Json]) -> Iterator[Problem]:
     """Finds files of which an earlier release read only the beginning."""
-    if rank.root or rank.damage is not None:  # a retry reads no input
+    if rank.root or rank.damage is not None:
         return
     read: dict[tuple[int, str], Json] = {}
     for commit in rank.commits.values():
@@ -545,7 +545,7 @@ def _wrong(report: VerifyReport, file: OutputFile, listing: OutputListing) -> tu
 def _check_uncommitted(report: VerifyReport, paths: Iterable[str]) -> Iterator[Problem]:
     patterns = [output_pattern(template) for template in report.templates if template]
     if not patterns:
-        return  # no run.json can be read
+        return
     committed = {(*chunk.rank.key, chunk.index) for chunk in report.chunks}
     ranks = {rank.key: rank for rank in report.ranks}
     look_again = cache(partial(_look_again, report.checkpoints))

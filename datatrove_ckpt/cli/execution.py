@@ -219,7 +219,7 @@ def _explained(error: OSError, plan: RunPlan) -> Exception | None:
 def _execute(
     executor: PipelineExecutor, plan: RunPlan, config: Node, arguments: argparse.Namespace
 ) -> int:
-    """Runs or submits the tasks. Returns how many dead letters are left; 0 if that is unknown."""
+    """Returns how many dead letters are left; 0 if that is unknown."""
     # Pickled with the executor into pool workers and cluster jobs.
     executor._quiet = task_errors.QuietErrors(said_later=True)
     if arguments.worker:
@@ -290,7 +290,6 @@ def _changed(executor: PipelineExecutor, plan: RunPlan, **changes: bool) -> RunP
 
 
 def advise(error: Exception, plan: RunPlan, argv: Sequence[str] = ()) -> None:
-    """Adds complete commands to an error that names what helps."""
     if not isinstance(error, CkptError):
         return
     if argv:

@@ -150,7 +150,7 @@ class JobInput:
             return " and ".join(suffixes)
         if several and other_names:
             return f"{other_names[0]} beside {' and '.join(suffixes)}"
-        like = re.compile("|".join(map(re.escape, suffixes)), re.IGNORECASE)  # as b.jsonl.bak
+        like = re.compile("|".join(map(re.escape, suffixes)), re.IGNORECASE)
         odd = [
             other
             for other in other_names
@@ -189,9 +189,7 @@ class JobInput:
         return None
 
     def first_request(self, reader: JsonObject) -> JsonObject:
-        """Returns the first request of a batch file, whose first lines may be blank or damaged;
-        empty if the input is no batch file.
-        """
+        """Returns the first request of a batch file; empty if the input is no batch file."""
         if reader["class_path"] == "JsonlReader":
             lines = import_name("JsonlReader", "")(**reader["init_args"])
             with suppress(CkptError, OSError):

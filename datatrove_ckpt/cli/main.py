@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             try:
                 code: int = getattr(module, arguments.name)(arguments)
             except PermissionError as error:
-                if error.filename is None:  # as of S3
+                if error.filename is None:
                     raise
                 with explained("use", error.filename):  # mostly a checkpoint of another user
                     raise
@@ -181,7 +181,7 @@ def _completions(word: str, before: str) -> list[str]:
     possible = {name for name, _, _, _ in _COMMANDS}
     if before != argv[0]:
         possible = _own_flags(argv[1:])
-        if "config" in possible:  # settings may be flags
+        if "config" in possible:
             possible |= _flags_of_settings()
     return sorted(name for name in possible if name.startswith(word))
 
@@ -256,8 +256,7 @@ _OF_TRAININGS = ("status", "show", "verify", "doctor", "report")
 
 
 def _command(module: str, *arguments: _Argument) -> Callable[[Callable[[], None]], None]:
-    """Makes a command of a function. The tests run the command lines below "examples:" in its
-    docstring.
+    """The tests run the command lines below "examples:" in its docstring.
 
     Args:
         module: the module of ``cli`` whose function of this name takes the parsed arguments and

@@ -15,7 +15,6 @@ def open_run(
     wants_file: Callable[[str, int], bool] = lambda name, size: True,
     output: str | None = None,
 ) -> AbstractContextManager[run_location.RunLocation]:
-    """Opens the run that ``arguments.what`` names, with its overrides."""
     config = None
     steps = step_folders(Path(arguments.what))
     if steps:

@@ -93,7 +93,6 @@ def export(arguments: argparse.Namespace) -> int:
 
 
 def sample(executor: PipelineExecutor, number: int) -> int:
-    """Prints the answers to the first documents, or why there is none."""
     from datatrove_ckpt.process import signals
     from datatrove_ckpt.run_folder.environment_checks import check_prompts
     from datatrove_ckpt.run_folder.run_plan import RunPlan
@@ -137,7 +136,7 @@ def sample(executor: PipelineExecutor, number: int) -> int:
                 )
             )
             continue
-        outcomes = [other for other in outcomes if other is not outcome]  # ids may repeat
+        outcomes = [other for other in outcomes if other is not outcome]
         failed += outcome.is_dead
         say(
             described(
@@ -176,7 +175,7 @@ def described(
         outcome = "failed"
     width = shutil.get_terminal_size().columns - 2
     shown = [f"{outcome}: {document.answer}"]
-    if document.text:  # tables may have none
+    if document.text:
         shown.insert(0, f"{title}: {document.text}")
     texts = wrapped(shown, width)
     return "\n".join([head, *(f"  {line}".rstrip() for line in texts), ""])
@@ -193,7 +192,6 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Prints each problem and a verdict."""
     root = step_status.root_of_steps(arguments)
     if root is not None:
         return step_status.verify(root, arguments, verify)
@@ -244,7 +242,6 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 def repair(arguments: argparse.Namespace) -> int:
-    """Prints each step of a repair and carries it out."""
     with (
         open_run(arguments, output=arguments.output) as named,
         log_disabled("datatrove_ckpt.mirror"),

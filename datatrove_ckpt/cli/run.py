@@ -50,7 +50,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     }
     warnings = sum(check.state == "warning" for check in checks)
     summary = f"{plural_or_no(problems, 'problem')}, {plural_or_no(warnings, 'warning')}"
-    states = ["note", "warning", "problem"]  # what matters most, last
+    states = ["note", "warning", "problem"]
     if arguments.all:
         states = ["ok", *states]
     findings = [str(check) for state in states for check in checks if check.state == state]

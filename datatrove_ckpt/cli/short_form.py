@@ -147,11 +147,6 @@ def _is_long(override: str) -> bool:
 
 
 def make_executor(path: str | None, overrides: list[str]) -> tuple[Node, Any]:
-    """Returns the job of a file and the overrides in the long form, and its executor.
-
-    Raises:
-        ConfigError: the first mistake in the job.
-    """
     config = read_config(path, overrides)
     return config, yaml_config.build(config)
 
@@ -162,7 +157,6 @@ def expand(short: Node, inspect_only: bool = False, rows: object = None) -> Node
     Args:
         inspect_only: the input and prompt file may be gone. The input is not listed, so its reader
             may have no class.
-        rows: the input, if it consists of objects of Python.
 
     Raises:
         ConfigError: a setting is missing, unknown, or cannot be derived from the input.
@@ -204,7 +198,7 @@ def expand(short: Node, inspect_only: bool = False, rows: object = None) -> Node
                 rollout["init_args"]["images"] = "media"
         configs = _models(job, short, inspect_only)
         chunk = _CHUNK
-        if isinstance(short.get("until"), int):  # the run ends after few documents
+        if isinstance(short.get("until"), int):
             chunk = min(_CHUNK, max(1, short["until"] // 10))
         runner: Node = {
             "rollout_fn": rollout,
@@ -262,9 +256,6 @@ def _place(name: str, value: object, by_class: dict[str, Node]) -> None:
 
     Args:
         by_class: the arguments of the job's classes, the rollout's last.
-
-    Raises:
-        ConfigError: no class of the job has the setting, and it has a value.
     """
     owners = [owner for owner in settings()[name] if owner in by_class]
     if not owners and value is None:
@@ -425,7 +416,6 @@ def _rollout(job: ShortJob, short: Node) -> object:
 
 
 def _server(job: ShortJob, short: Node, inspect_only: bool) -> Node:
-    """Returns the settings of the endpoint, or of the engine that fits this machine."""
     if job.model is None:
         hint = "a name on the hub, or the path of a GGUF file"
         if job.endpoint or short.get("endpoints"):
@@ -502,7 +492,6 @@ def _models(job: ShortJob, short: Node, inspect_only: bool) -> dict[str, Node]:
 
 
 def _input(job: ShortJob, inspect_only: bool, rows: object, saved: SavedInput) -> str:
-    """Returns the input; for standard input and rows, the file from which each start reads them."""
     if rows is None and isinstance(job.input, str) and job.input != "-":
         return job.input
     if job.is_remote:

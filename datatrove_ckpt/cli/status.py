@@ -87,7 +87,6 @@ _LABEL = 10
 
 
 def describe(state: RunState) -> Iterator[str]:
-    """Yields the sums of a run, and the tasks that need attention, as lines."""
     yield f"{state.what}: {status_text.ranks_of(state)}; {status_text.age(state)}"
     share = 1.0 if state.is_finished else state.totals.position.share
     bar = ""

@@ -16,7 +16,6 @@ from datatrove_ckpt.run_folder.steps import outdated, step_folders
 
 
 def root_of_steps(arguments: argparse.Namespace) -> Path | None:
-    """Returns the run folder that WHAT names; None if it has no steps."""
     root = Path(arguments.what)
     if run_location.is_config(arguments.what):
         from datatrove_ckpt.cli.short_form import read_job

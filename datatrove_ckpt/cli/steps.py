@@ -274,7 +274,6 @@ class StepsJob:
         return pa.schema(types | columns).empty_table()
 
     def bind(self) -> Iterator[Finding]:
-        """Checks each query by the columns of the steps that it reads."""
         unknown: list[Step] = []
         for step in self.steps:
             if any(source in unknown for source in step.sources):
@@ -338,7 +337,7 @@ class StepsJob:
         if step.query is not None:
             given = step.folder / layout.KEPT_INPUT
             job["input"] = f"{given}/*.parquet"
-            if not given.exists():  # so that its settings can be checked
+            if not given.exists():
                 job.setdefault("tasks", 1)
         return job
 
@@ -433,7 +432,6 @@ class StepsJob:
 
         Raises:
             CheckpointLocked: another process runs the steps, and this is no worker.
-            CheckpointMismatch: see ``check``.
             TooManyDeadLetters: dead letters keep the next step from beginning.
         """
         files.disk.make_dirs(self.root)

@@ -32,11 +32,11 @@ from datatrove_ckpt.torch.training_history import MetricsRow, read_training
 
 _SENDING_SECONDS = 60.0
 _JOB_TAG = "datatrove_ckpt.job"
-_NOT_IN_NAMES = re.compile(r"[^\w./ -]|/(?=/)")  # what MLflow refuses
+_NOT_IN_NAMES = re.compile(r"[^\w./ -]|/(?=/)")
 _MAX_NAME = 250
 _MAX_VALUE = 500  # characters: the shortest limit of MLflow's stores
-IDLE_LOOKS = 3  # with no rank at work
-_AT_ONCE = 100  # parameters that MLflow takes
+IDLE_LOOKS = 3
+_AT_ONCE = 100
 
 Point = tuple[float, dict[str, float], int | None]
 """Unix seconds, values, and the step of a training; None: the values are sums of a job."""
@@ -160,7 +160,7 @@ class RunTracker(Tracker):
     place: RunLocation = field(kw_only=True)
 
     def look(self) -> tuple[TrackedJob, Iterable[Point], str]:
-        with suppress(StorageFailed):  # a network that comes back
+        with suppress(StorageFailed):
             self.place.refresh()
         state = read_run_state(self.place)
         folder = self.place.what if self.place.is_copy else str(self.place.folder.absolute())

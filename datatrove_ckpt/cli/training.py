@@ -89,9 +89,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def _find(state: TrainingState) -> Iterator[tuple[str, str, str]]:
-    """Yields whether a training may continue in the folder, and save there: ok, warning or problem,
-    what was checked, and what was found.
-    """
+    """Yields a state (ok, warning or problem), what was checked, and what was found."""
     for step in state.damaged:
         yield "warning", step.folder, step.damage
     restored = state.restored

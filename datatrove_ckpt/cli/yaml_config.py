@@ -332,7 +332,7 @@ def _value(hint: object, value: object, label: str, key: str) -> object:
     elif isinstance(value, str) and {str, Any}.isdisjoint(kinds):
         if any(map(is_callable, kinds)):
             return _import_function(value, yaml_path)
-        unquoted = read_value(value)  # a quoted number
+        unquoted = read_value(value)
         if takes(hint, unquoted):
             value = unquoted
     try:

@@ -185,7 +185,7 @@ class ClassifyRollout(_NoText):
         if self.keep is not None:
             self._check_kept(scores)
             scores = {name: scores[name] for name in self.keep}
-            label = max(scores, key=scores.__getitem__)  # the first of equal labels
+            label = max(scores, key=scores.__getitem__)
             score = scores[label]
         # Servers calculate in float32: their 0.7 is 0.699999988.
         if self.threshold is not None and np.float32(score) < np.float32(self.threshold):

@@ -269,7 +269,6 @@ async def parts_of(document: Document, settings: MediaSettings) -> AsyncIterator
 
     Raises:
         ConfigError: a document names a file, and no folder is set.
-        InvalidMedia: a medium cannot be sent.
     """
     media = [
         _named(number, value)
@@ -377,12 +376,7 @@ def _part(medium: _Medium, settings: MediaSettings) -> Payload:
 
 
 def _open_at(medium: _Medium, settings: MediaSettings) -> tuple[AbstractFileSystem, str]:
-    """Returns file system and path of a document's file; documents are not trusted.
-
-    Raises:
-        InvalidMedia: the path leads out of the folder, or to a FIFO, a socket, a device or a
-            folder.
-    """
+    """Returns file system and path of a document's file; documents are not trusted."""
     folder = str(settings.media_folder)
     filesystem, root = url_to_fs(folder)
     path = str(medium.path)

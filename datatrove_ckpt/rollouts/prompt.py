@@ -92,7 +92,6 @@ class PromptRollout(OneRequest):
     max_image_side: Count | None = None
     media_folder: str | None = None
     media_urls: list[str] | None = None
-    # found by for_config
     chat_texts: bool | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -100,7 +99,7 @@ class PromptRollout(OneRequest):
         template = getattr(self, name)
         if self.images is None:
             check_template(template, name)
-        else:  # the documents differ in their media
+        else:
             parse(template, name)
         for setting in ("max_image_side", "media_folder"):
             if self.images is None and getattr(self, setting) is not None:

@@ -80,7 +80,6 @@ class AnswerForm(NamedTuple):
 
     Attributes:
         kind: json_schema, regex or choice; "": any form.
-        value: value of the setting ``kind``.
     """
 
     kind: str
@@ -147,7 +146,7 @@ def _without_fence(text: str) -> str:
 
 
 def engine_of(server_type: str, form: AnswerForm) -> str:
-    """Returns the engine for the form. Raises ConfigError if the engine must be known."""
+    """Raises ConfigError if the engine must be known."""
     if ENGINES[server_type].is_known:
         return server_type
     if form.kind == "json_schema":
@@ -241,7 +240,6 @@ class ReadyMade:
 
     @property
     def first_template(self) -> str:
-        """The setting with the first request's template."""
         return "prompt"
 
     def _check_params(self, setting: str, params: Payload | None) -> None:
@@ -447,7 +445,7 @@ class OneRequest(WholeText):
             )
         room = config.model_max_context - int(answer)
         if config.use_chat:
-            room -= 64  # reserved for the chat template
+            room -= 64
         if room < 1:
             raise ConfigError(
                 f"max_prompt_tokens: max_tokens of {answer} leaves no room for a prompt in "
@@ -463,9 +461,6 @@ class OneRequest(WholeText):
     async def _ask(self, generate: Generate, payload: Payload) -> InferenceResult | None:
         """Returns a valid answer; if no answer is valid, None where ``invalid_answer`` is "drop",
         and the last answer where it is "keep".
-
-        Raises:
-            InvalidAnswer: no answer is valid.
         """
         if not self.form.kind or self.form_for == CANNED:
             return await generate(payload)

@@ -20,11 +20,6 @@ _loading = Lock()
 
 
 def _find_file(model: str, revision: str | None) -> Path:
-    """Returns the model's ``tokenizer.json``.
-
-    Raises:
-        ConfigError: there is no such file, or it cannot be downloaded.
-    """
     path = Path(model)
     is_local = model.startswith(("/", ".", "~", "$"))
     if is_local:
@@ -75,7 +70,7 @@ def load_counter(name: str, revision: str | None, expected: str | None = None) -
     Raises:
         ConfigError: the tokenizer is missing or unreadable, or has another digest.
     """
-    with _loading:  # threads wait for the first load
+    with _loading:
         counter = _load(name, revision)
     if expected not in (None, counter.digest):
         raise ConfigError(

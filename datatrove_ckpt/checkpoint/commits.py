@@ -175,6 +175,7 @@ def read_whole_commits(path: Path) -> list[Commit]:
 
 
 def scan_commits(path: Path) -> tuple[dict[int, Commit], int]:
+    """Returns the commits as ``read_commits`` does, and the offset of a torn tail."""
     commits = {}
     size = dead_letters_size = 0
     for number, line in _whole_lines(path):

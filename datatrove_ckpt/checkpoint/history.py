@@ -153,11 +153,7 @@ class AttemptStart(_HistoryRecord):
 
 @dataclass(slots=True, kw_only=True)
 class ServerEvent(_HistoryRecord):
-    """Something happened to a server.
-
-    Attributes:
-        name: name of the server within the rank, such as "0".
-    """
+    """Something happened to a server."""
 
     KIND = "server"
     what: ServerWhat
@@ -542,7 +538,6 @@ class History:
 
 
 def read_latest(path: Path) -> ProgressRecord:
-    """Returns the last progress line, which is near the end of the file; zeros without one."""
     return next(_latest_progress(last_lines(path, 1 << 15)), ProgressRecord())
 
 

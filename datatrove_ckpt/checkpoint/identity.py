@@ -1,9 +1,8 @@
 """The identity of a run (the settings and code that decide its output), and ``run.json``.
 
-The identity is a flat dict of JSON values. If another release describes the user's code
-differently, the code is not compared before the next start. ``run.json`` is replaced atomically, so
-a crash leaves either description, and both are accepted. Secrets are compared as hashes, because
-earlier releases wrote some of them in plain text.
+If another release describes the user's code differently, the code is not compared before the next
+start. ``run.json`` is replaced atomically, so a crash leaves either description, and both are
+accepted. Secrets are compared as hashes, because earlier releases wrote some of them in plain text.
 """
 
 import re

@@ -24,7 +24,6 @@ class Tuning:
     Attributes:
         share: share of the time that saves may take, from 0 to 1.
         shortest, longest: bounds of the interval, in seconds. They override the share.
-        first: the interval, in seconds, before any save was timed.
     """
 
     share: float

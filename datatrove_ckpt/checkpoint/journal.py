@@ -205,7 +205,6 @@ class ChunkJournal:
         self.uncounted += [finished.took for finished in group]
 
     def count(self) -> DocumentCounts:
-        """Counts the documents since the last call, and returns their numbers."""
         work = CompletedWork.of(self.uncounted)
         self.uncounted.clear()
         self.done += work

@@ -140,7 +140,6 @@ class Snapshot:
 
     Attributes:
         sizes: bytes of each other file that belong to the snapshot, by file name.
-        unfinished: ordinals of the unfinished documents that have answers.
     """
 
     run: bytes
@@ -614,11 +613,7 @@ class RankLease:
 
 
 class Output(Protocol):
-    """Turns the chunks of a rank into output files (``ChunkOutput`` does it).
-
-    Attributes:
-        placement: puts written files in place, if ``write_chunk`` does not.
-    """
+    """Turns the chunks of a rank into output files (``ChunkOutput`` does it)."""
 
     placement: Placement
 

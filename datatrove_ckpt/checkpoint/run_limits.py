@@ -173,7 +173,6 @@ class PaidFile:
 
 
 def read_paid(path: Path) -> RunTotals:
-    """Returns the totals in the file ``paid``; zeros if it is missing or damaged."""
     with suppress(OSError, ValueError, TypeError):
         body = verified_body(path.read_bytes().rstrip(b" "))
         if body is not None:

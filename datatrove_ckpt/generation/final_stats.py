@@ -17,7 +17,6 @@ from datatrove_ckpt.rollouts.batch_rollout import BatchRollout
 
 
 def sum_rank(rank: int, checkpoints: Path, opened: Path | None = None) -> CompletedWork:
-    """Returns what a rank and its retries have committed. Each document counts once."""
     total = CompletedWork()
     for folder in layout.folders_of(checkpoints, rank):
         if folder == opened:

@@ -234,11 +234,7 @@ def limit_reached(steps: Iterable[object]) -> LimitReached | None:
 
 @dataclass(eq=False)
 class LimitWatch:
-    """Stops one task when the run has reached its limits, and holds back documents before.
-
-    Attributes:
-        began: when each of its documents in work began, by ordinal.
-    """
+    """Stops one task when the run has reached its limits, and holds back documents before."""
 
     step: RunnerSettings
     checkpoint: OpenCheckpoint

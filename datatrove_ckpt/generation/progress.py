@@ -50,7 +50,6 @@ class RankReporter:
     Attributes:
         own: what this attempt did. The scheduler counts documents, ``RolloutRequests`` failures,
             ``DocumentAnswers`` those that were cached, and clients what they send.
-        outages: the outage clocks of the servers, also while they are not ready.
     """
 
     _rank: int

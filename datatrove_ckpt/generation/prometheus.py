@@ -70,11 +70,7 @@ class RankSnapshot:
 
 
 def _histogram(buckets: LogHistogram, ends: int, divisor: float = 1.0) -> Histogram:
-    """Returns a histogram of Prometheus, whose sum is at most 9 % off.
-
-    Args:
-        ends: number of upper ends of the buckets, which are powers of two from 1 on.
-    """
+    """Returns a histogram of Prometheus, whose sum is at most 9 % off."""
     cumulative: list[tuple[str, float]] = []
     for power in range(ends):
         # The last bucket below 2 ** power.

@@ -296,9 +296,6 @@ class ProviderPasses:
 
         A request without a line counts as failed, unless the batch expired or was canceled. So
         ``request_max_attempts`` limits its batches.
-
-        Raises:
-            ServerRefused: lines were missing for ``server_patience_seconds``, or name no request.
         """
         rows = []
         answered = set()

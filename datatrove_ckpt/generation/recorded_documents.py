@@ -75,8 +75,6 @@ class RecordedDocument:
         requests: key, payload (or arguments of a call) without secrets, and answer.
         code: hash of the code whose keys the calls have.
         run: digest of the last identity of the run that gave the same requests and result.
-        draws: state of ``random`` before the rollout.
-        process: names of the node, job and process.
     """
 
     name: str
@@ -223,7 +221,6 @@ class RecordedDocuments:
     """The recorded documents of a run, as one rank sees them.
 
     Attributes:
-        finished: documents that are finished, and not recorded yet.
         waits: a rollout has waited for something that only another document can bring.
     """
 

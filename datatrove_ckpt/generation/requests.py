@@ -685,9 +685,6 @@ class RolloutRequests:
         """Returns the answer of a batch; None if the request must be sent now.
 
         Otherwise parks the request, and never returns.
-
-        Raises:
-            RequestFailed: the allowed number of batches have not answered it.
         """
         config = self.config
         answers = self.answers
@@ -823,11 +820,7 @@ def failed(error: Exception, payload: Payload) -> InferenceError:
 
 
 def _from_cache(answer: CachedAnswer, config: InferenceConfig) -> Result | None:
-    """Returns the cached answer; None if it must be requested again.
-
-    Raises:
-        RequestRejected: the cached answer is a rejection.
-    """
+    """Returns the cached answer; None if it must be requested again."""
     if answer.result is not None:
         fields = orjson.loads(answer.result)  # earlier versions saved only datatrove's fields
         if not OF_BATCH.isdisjoint(fields):

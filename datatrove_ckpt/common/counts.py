@@ -296,7 +296,6 @@ class SkippedLines(Counts):
         return " and ".join(counts)
 
     def __str__(self) -> str:
-        """A sentence for a closing line, with a space before it; empty if nothing was skipped."""
         if self:
             return f" Skipped: {self.text}."
         return ""

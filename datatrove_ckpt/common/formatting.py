@@ -90,7 +90,6 @@ def did_you_mean(name: object, allowed: Iterable[str], cutoff: float = 0.65) -> 
 
 
 def number_range(start: int, end: int) -> str:
-    """Returns the numbers before ``end``: "7", "7 to 9"."""
     if end - start <= 1:
         return f"{start}"
     return f"{start} to {end - 1}"
@@ -124,7 +123,6 @@ def figure(value: float) -> str:
 
 
 def short(value: float) -> str:
-    """Returns "12,345", "123 k", "1.23 M"."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= 100 * size or (value >= size and size > 1e3):
             return f"{figure(value / size)} {unit}"

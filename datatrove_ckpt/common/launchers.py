@@ -13,7 +13,6 @@ class Launcher:
     """The properties of a class of executors.
 
     Attributes:
-        is_here: the tasks run on this machine.
         has_own_disks: the disk of a task goes with it, and no other machine sees it.
         submits: ``run`` returns while the tasks wait or run, but within a task.
         in_task: the environment variable that only a submitted task has.

@@ -137,9 +137,6 @@ def _ask_command(command: Sequence[str]) -> str | None:
 def _get(url: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
     """Returns the text of a response; None for status 404. Uses no proxy: such addresses are the
     node's own.
-
-    Raises:
-        OSError: the address cannot be reached, or responds with another status.
     """
     from urllib.error import HTTPError
     from urllib.request import ProxyHandler, Request, build_opener

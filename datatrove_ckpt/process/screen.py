@@ -44,7 +44,6 @@ class RankProgress(NamedTuple):
         documents: finished documents of all attempts.
         work: requests and tokens that this attempt has processed, with requests that failed.
         state: state instead of usual work, such as "waiting for the server", for ``seconds``.
-        is_outage: requests fail, and none is answered.
     """
 
     attempt: int
@@ -65,9 +64,6 @@ class RunProgress:
     """The progress of all ranks of one command.
 
     Sums stand for complete ranks: the process that draws a bar hands out thousands of tasks.
-
-    Args:
-        ranks: number of ranks, with the ranks that earlier commands have completed.
     """
 
     def __init__(

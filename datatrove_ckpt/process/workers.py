@@ -155,7 +155,6 @@ class Workers:
     ``workers.run(tasks)``. The end of the block leaves no process.
 
     Args:
-        max_attempts: how many workers may die of a task that was their only task.
         stop_seconds: time for a worker's tasks after a request to stop, before it is killed.
     """
 

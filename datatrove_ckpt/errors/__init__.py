@@ -140,9 +140,6 @@ def _message_in(body: str) -> str:
 
 
 def named(error: CkptError, name: str) -> CkptError:
-    """Returns the error; its message begins with the model's or endpoint's name, unless that is
-    "".
-    """
     if name and not str(error).startswith(f"{name}: "):
         error.prefix = f"{name}: {error.prefix}"
     return error
@@ -511,7 +508,6 @@ def setting_name(setting: str) -> str:
 
 
 def start_over(keeps_results: bool) -> str:
-    """Returns how to start from the beginning, as a sentence."""
     folders = "checkpoints_local_dir, output_folder and logging_dir"
     old = "output_folder and checkpoints_local_dir"
     if _form:

@@ -72,7 +72,7 @@ _INPUT = "input.pt"
 _RANDOM = "random.pt"
 _SIGNAL = 2.0
 _OTHER = 1.0
-_WARN_SECONDS = 10.0  # of waiting for a copy
+_WARN_SECONDS = 10.0
 _REMOVED = {
     "every_steps": "save=EverySteps(500)",
     "every_seconds": "save=EverySeconds(600)",
@@ -461,7 +461,7 @@ class TrainingCheckpoints:
         def copy() -> None:
             copies[:] = self._snapshot.take(copies)
 
-        if self._asynchronous and not self._agree(copy, name):  # no room in memory
+        if self._asynchronous and not self._agree(copy, name):
             return
         self._saved_at = time.monotonic()
         self._pause = self._saved_at - began

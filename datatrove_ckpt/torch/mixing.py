@@ -148,8 +148,6 @@ class _MixedSource:
 
 @dataclass(eq=False)
 class Mixing(Iterator[object]):
-    """One pass of a ``Mix``."""
-
     _mix: Mix
     _epoch: int
     _draw_key: str

@@ -128,7 +128,6 @@ class OpenWindow:
 
     Attributes:
         order: the rows of the window in their order, as numbers that count over all its pieces.
-        first: the number of the first row in the share.
         shuffled: the next window does not begin where this window ends.
     """
 
@@ -408,9 +407,6 @@ class Topology:
         return turns * self.batch + min(max(remainder - worker * self.batch, 0), self.batch)
 
     def places(self, rank: int, worker: int, samples: Numbers) -> Numbers:
-        """Returns the places, in the list that is dealt out, of a worker's samples with these
-        numbers.
-        """
         turn = samples // self.batch
         offset = samples % self.batch
         return ((turn * self.workers + worker) * self.batch + offset) * self.ranks + rank

@@ -270,7 +270,6 @@ class Best(SavePolicy, KeepPolicy):
         return set(self.ordered(metrics)[: self.count])
 
     def ordered(self, metrics: StepMetrics) -> list[StepName]:
-        """Returns the steps that have the metric, the best first."""
         is_highest = self.metric.startswith("-") or not self.lowest
         sign = -1 if is_highest else 1
         ranked = []

@@ -56,7 +56,7 @@ class Progress:
 
     def _record(self) -> None:
         while not self._is_over.wait(RECORD_SECONDS):
-            with suppress(Exception):  # there is no group, or it has gone
+            with suppress(Exception):
                 store = self._store()
                 self._records += 1
                 store.set(str(dist.get_rank()), orjson.dumps([self._records, *self.counts()]))

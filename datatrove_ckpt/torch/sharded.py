@@ -119,9 +119,6 @@ def _named_as(current: Any, saved: Any) -> Any:
 
 
 def state_of(key: str, states: States) -> object:
-    """Returns the state that all ranks save or load together, with the object's own tensors or
-    parts of them.
-    """
     state = states[key]
     if isinstance(state, torch.nn.Module):
         return sharding.get_model_state_dict(state)

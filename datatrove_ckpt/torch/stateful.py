@@ -187,7 +187,6 @@ class StatefulIterable(_Iterable):
         """Sets the number of the next epoch. Call it before each epoch."""
 
     def at_epoch(self, epoch: int) -> Self:
-        """Returns a copy that begins this epoch, and shares nothing with the original."""
         other = self._with()
         other._shared.set_epoch(epoch)
         return other

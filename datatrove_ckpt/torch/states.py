@@ -195,7 +195,6 @@ class DatasetState:
         return self.samples >= self.rows_of(self.slot)
 
     def rows_of(self, slot: Slot) -> int:
-        """Returns how many rows of the share of a slot earlier rounds have left."""
         topology = Topology(slot.world_size, slot.workers, self.batch)
         remaining = RemainingPositions(self.input["rows"], self.done).rows
         return topology.of_worker(remaining, slot.rank, slot.worker, self.even)
@@ -305,7 +304,7 @@ def check_steps(
     )
 
 
-_SINCE_SNAPSHOT = "_steps_since_snapshot"  # in the states of torchdata's loader
+_SINCE_SNAPSHOT = "_steps_since_snapshot"
 
 
 def check_snapshots(value: object) -> None:

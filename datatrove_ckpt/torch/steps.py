@@ -289,7 +289,7 @@ class Steps:
             except RuntimeError:
                 if not mapped:
                     raise
-                return self.load(name, file)  # a file system that maps no files
+                return self.load(name, file)
             except pickle.UnpicklingError as error:
                 raise ConfigError(
                     f"{path} holds more than plain values and tensors: set only_plain=False."

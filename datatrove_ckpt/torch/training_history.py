@@ -119,7 +119,6 @@ def read_events(folder: Path) -> Iterator[JsonObject]:
 
 
 def curve(events: Iterable[JsonObject]) -> list[MetricsRow]:
-    """Returns the metrics of the steps that the training has kept, in their order."""
     rows: list[MetricsRow] = []
     for event in events:
         if event["event"] != "metrics":
@@ -211,7 +210,6 @@ class TrainingState:
 
     @property
     def restored(self) -> SavedStep | None:
-        """Returns the step that a restore would take."""
         return next((step for step in reversed(self.steps) if not step.damage), None)
 
     @property

@@ -85,7 +85,6 @@ class TrainingInput:
             self._loader = loader
 
     def seed(self, step: int) -> int:
-        """Returns a seed of this rank from a step on, below 2**63."""
         seed = f"{torch.initial_seed()} {self._ranks.rank} {step}"
         return xxh3_64_intdigest(seed.encode()) >> 1
 

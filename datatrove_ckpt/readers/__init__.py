@@ -5,10 +5,6 @@ Start at ``base.py`` (SeekingReader: files, resuming, positions, for all formats
 
 A position is the reader's state right after a document, as plain JSON below 1 kB. In a pipeline
 ``InferenceRunner`` takes positions from documents, and returns a saved state through ``Reading``.
-Elsewhere use ``state_dict()`` and ``load_state_dict()``, as in torchdata:
-
-    state = reader.state_dict()        # after any document
-    reader.load_state_dict(state)      # the next run() yields the documents after it
 
 ``docs/readers.md`` lists the lines that each reader skips, the inputs that continue an old input,
 and the differences from datatrove's readers.

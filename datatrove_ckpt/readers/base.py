@@ -504,9 +504,7 @@ class _InputPass:
     """Reads the input files of one rank in order, and gives their documents positions.
 
     Attributes:
-        digest: the files that were read to their end.
         yielded_before: number of documents, in all attempts, before the current file.
-        omitted: number of documents that ``skip`` has left out.
         file_position: the place in the current file where an earlier attempt ended; () if no
             attempt has begun this file.
     """

@@ -104,7 +104,6 @@ class Block:
     """Consecutive rows of one file.
 
     Attributes:
-        first: number of the first row in the file.
         bytes: rough size of the rows in memory, with all columns.
     """
 
@@ -190,7 +189,6 @@ class BlockInput:
         return [row and {column: row.get(column) for column in columns} for row in rows]
 
     def unified(self, columns: Sequence[str] | None) -> UnifiedSchema | None:
-        """Returns the types of these columns in all files; None for rows that are dicts."""
         if self.gives_dicts:
             return None
         schemas: dict[bytes, str] = {}

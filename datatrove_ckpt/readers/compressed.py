@@ -107,15 +107,12 @@ def naming_damage(name: str) -> Iterator[None]:
 
 
 class DecompressedFile(io.BufferedReader):
-    """The content of a compressed file."""
-
     def __init__(self, content: io.RawIOBase, stored: IO[bytes]) -> None:
         super().__init__(content, 2**16)  # bytes that are read ahead count as read
         self.stored = stored
 
 
 def likely_encoding(begin: bytes) -> str:
-    """Returns the encoding that a text that is not UTF-8 probably has."""
     if begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "utf-16"
     return "windows-1252"
@@ -242,7 +239,6 @@ class _StreamFile(_ConvertedFile):
 
 
 def files_in(archive: zipfile.ZipFile) -> list[str]:
-    """Returns the names of the files in a zip, without folders and macOS's own."""
     names = archive.namelist()
     return [name for name in names if not name.endswith("/") and not name.startswith("__MACOSX/")]
 

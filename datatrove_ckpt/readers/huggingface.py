@@ -314,7 +314,6 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
 
     @property
     def chosen(self) -> str:
-        """The part of ``dataset_options`` that decides which rows are read, as JSON."""
         options = {}
         if not self.load_from_disk:
             options = {

@@ -233,7 +233,6 @@ class Reading:
 
     @property
     def skipped(self) -> SkippedLines:
-        """The lines that the readers have skipped so far, in all attempts."""
         if not self.starts:
             return SkippedLines()
         return self.starts[-1].skipped
@@ -279,7 +278,6 @@ class ReaderStart:
 
 
 def start_reader(loaded: ReaderState | None) -> ReaderStart:
-    """Returns the start of a reader whose ``load_state_dict`` has received the state ``loaded``."""
     if not _thread.readings:
         return ReaderStart(state=loaded, skipped=saved_skipped(loaded))
     start = _thread.readings[-1].start_reader()
@@ -577,7 +575,6 @@ class InputFiles:
             )
 
     def known_size(self, index: int) -> int:
-        """Returns the size of a file that existed when the state was made."""
         try:
             return self.size(index)
         except FileNotFoundError as error:
@@ -713,7 +710,6 @@ def record_reader(
 
 
 def sample_files(inputs: InputFiles, indices: Sequence[int]) -> list[FileRecord]:
-    """Records the files with the sizes in ``inputs``, and with new samples."""
     return in_threads(partial(_record, inputs), indices)
 
 
@@ -890,7 +886,6 @@ class InputProgress:
     _is_measured: bool = False
 
     def measure(self) -> None:
-        """Reads the sizes once, in a thread if this may take long."""
         if self._is_measured:
             return
         self._is_measured = True

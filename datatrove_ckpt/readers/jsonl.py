@@ -97,7 +97,6 @@ class JsonlReader(TextFilesReader, datatrove_jsonl.JsonlReader):  # type: ignore
         return self.open_file(name).blocks(file_position, self._file_extent)
 
     def parse_row(self, line: bytes, name: str) -> Row | BadRow | None:
-        """Returns the object of a line; None for a blank line."""
         try:
             data = loads(line)
             if type(data) is dict and "media" not in data:

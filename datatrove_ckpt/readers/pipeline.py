@@ -186,13 +186,11 @@ class StepStats:
             )
 
     def at_end(self, read: int) -> ReaderState:
-        """Returns the final stats for ``shard.json``; empty if they are unknown."""
         if not self._are_known:
             return {}
         return {STATS: self._state(True, self._totals(read))}
 
     def saved(self, ended: bool = False) -> ReaderState | None:
-        """Returns the stats of all attempts so far; None if they are unknown."""
         if not self._are_known:
             return None
         return self._state(ended, self._sums())

@@ -36,7 +36,7 @@ class _TableReader(SeekingReader):
     has_types = True
 
     def __new__(cls, *arguments: object, **options: object) -> Self:
-        # datatrove reads the metadata of all installed packages to find pyarrow, which takes time.
+        # See ``JsonlReader.__new__``.
         if missing := missing_package("pyarrow"):
             raise ImportError(missing)
         return object.__new__(cls)

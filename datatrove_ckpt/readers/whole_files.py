@@ -23,7 +23,7 @@ from datatrove_ckpt.readers.empty_input import MAX_LINE_BYTES
 from datatrove_ckpt.readers.inputs import FilePosition, Row, RowBlock
 
 _PDF = b"%PDF-"
-_PDF_BEGINS = 1024  # other bytes may come before
+_PDF_BEGINS = 1024
 _TIFF = (b"II*\0", b"MM\0*")
 _MAX_PIXELS = 2**30  # take 4 GB
 _LOCK = threading.RLock()

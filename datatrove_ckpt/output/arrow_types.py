@@ -120,7 +120,6 @@ def _type_of_one(kind: type, values: list[Any], column: str, input_types: Types)
 
 
 def holds(kind: DataType, values: Collection[Any]) -> bool:
-    """Whether a column of the type returns each value unchanged, with its Python type."""
     if _UUID in str(kind) and str(kind) != _UUID:
         return False  # Arrow makes no lists and structs of them from values
     try:

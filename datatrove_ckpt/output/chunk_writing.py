@@ -92,7 +92,6 @@ class ChunkWriter:
         self._decode: Callable[[bytes], Document] = decode
 
     def resume(self, committed: Iterable[CommittedFile], input_types: Types) -> None:
-        """Reads the types of the first committed file, if it is on a disk."""
         self._input_types = input_types
         folder = self._writer.output_folder
         if not infers_schema(self._writer) or not folder.is_local():

@@ -62,7 +62,6 @@ def line(values: Sequence[object]) -> str:
 
 
 def text_of(value: object) -> str:
-    """Returns the text that a reader of CSV reads for a value."""
     if value is None:
         return ""
     return str(cell(value))

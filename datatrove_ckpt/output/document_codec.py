@@ -462,8 +462,6 @@ _ROW_READERS = _PLAIN_READERS | {"array": lambda value: _rows(_view(value))}
 
 
 class _Encoder:
-    """Wraps values as orjson's ``default`` hook, and counts them."""
-
     __slots__ = ("_other", "wrapped")
 
     def __init__(self, other: Other) -> None:
@@ -490,7 +488,6 @@ def _refuse(value: object) -> NoReturn:
 
 
 def as_plain(value: object) -> object:
-    """Returns the nearest JSON type: for enums, paths, subclasses, other dataclasses."""
     if type(value) in _PLAIN_TYPES:  # first: True is also an int
         return value
     if isinstance(value, enum.Enum):
@@ -592,7 +589,6 @@ def has_default_adapter(writer: DiskWriter) -> bool:
 
 
 def is_usual(writer: DiskWriter) -> bool:
-    """Whether the writer makes rows of documents as datatrove's writers do."""
     return has_default_adapter(writer) and type(writer).write is DiskWriter.write
 
 
@@ -743,7 +739,6 @@ def _count_nothing(*numbers: object) -> None:
 
 
 def writes_media(writer: DiskWriter) -> bool:
-    """Whether the writer may save the bytes of media, by its setting or by the user's code."""
     return not is_usual(writer) or bool(getattr(writer, "save_media_bytes", True))
 
 

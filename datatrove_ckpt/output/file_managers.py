@@ -21,7 +21,6 @@ from datatrove_ckpt.errors import OutputFailed
 
 
 def missing_codec(compression: str | None, filename: str) -> str | None:
-    """Returns the advice to install a file's compression; None if it is installed."""
     if compression == "infer" and filename.endswith(".zst"):
         compression = "zstd"
     elif compression == "infer":

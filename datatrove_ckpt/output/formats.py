@@ -35,7 +35,6 @@ class Format:
     """The format of the files of one writer, with a row for each document.
 
     Attributes:
-        writer: name of the class in YAML files.
         suffix: suffix of file names, before the suffix of a compression. The short form omits the
             dot.
         compressions: suffixes in the short form; none if the format compresses its content.
@@ -168,7 +167,6 @@ class Csv(Format):
 
 
 def from_cell(results: object) -> object:
-    """Returns the results of a CSV cell, which is JSON; other values unchanged."""
     if isinstance(results, str):
         with suppress(orjson.JSONDecodeError):
             return loads(results.encode())

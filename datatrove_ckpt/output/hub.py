@@ -144,11 +144,9 @@ class HubFile:
 
     @property
     def hash(self) -> str:
-        """The hash in a commit; "" in a bucket."""
         return self.oid or self.blob or ""
 
     def holds(self, size: int, digest: str) -> bool:
-        """Whether the file has this size and ``OutputFile.hub_hash``, as far as the hub shows."""
         listed_hash = None
         if len(digest) == 64:
             listed_hash = self.oid
@@ -205,7 +203,6 @@ class HubFolder:
 
     @classmethod
     def of(cls, folder: DataFolder) -> HubFolder | None:
-        """Returns the folder on the hub of a datatrove folder; None if the folder is elsewhere."""
         if folder.is_local():
             return None
         url = str(folder.resolve_paths(""))
@@ -293,7 +290,7 @@ class HubFolder:
                 for entry in entries
                 if hasattr(entry, "size") and entry.path.startswith(start)
             }
-        except EntryNotFoundError as error:  # a folder appears with its first file
+        except EntryNotFoundError as error:
             if http_status(error) not in (404, None):
                 raise
             return {}
@@ -395,7 +392,6 @@ class HubFolder:
 
 
 def get(url: str) -> Any:
-    """Sends a request for which the hub's client has no method, with the client's session."""
     from huggingface_hub import get_session
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 

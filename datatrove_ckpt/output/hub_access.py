@@ -1,12 +1,5 @@
 """Checks without a trace whether a job may write to its folder on the hub.
 
-    question                                    asked by
-    is there a token?                           no request
-    is the repository there, may it be written  GET auth-check/write: the hub's own answer for token
-                                                and repository
-    is a bucket there?                          GET of the bucket; no request shows the right to
-                                                write to it
-
 ``whoami-v2`` was rejected: it does not show whether the token fits this repository, and is limited.
 """
 

@@ -88,10 +88,8 @@ class InterruptibleCalls:
         """Retries the call until it succeeds, fails permanently, or has failed for too long.
 
         Args:
-            problem: description of the failure, which follows the folder in messages.
             policy: retry policy; None: ``STORAGE``, on the hub ``HUB_LOOK``.
             at_most_seconds: limit of one call; None: no limit, on the hub the policy's patience.
-            lease: checked before each further attempt.
 
         Raises:
             OutputFailed: the call failed; the cause is the last error.

@@ -382,7 +382,7 @@ class _HubRecord(_OwnerRecord):
             status = http_status(error)
             if status == 429 and not is_there:  # each commit of files also compares
                 raise PermissionError(str(error)) from error
-            if status != 412:  # another rank or run was first
+            if status != 412:
                 raise
 
 
@@ -614,7 +614,7 @@ def _scan(
                     if everywhere and path != without:
                         waiting.append(path)
                 elif entry.is_file():
-                    with suppress(FileNotFoundError):  # removed meanwhile
+                    with suppress(FileNotFoundError):
                         yield path, entry.stat()
 
 

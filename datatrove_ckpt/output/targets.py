@@ -3,15 +3,6 @@
 A file appears complete or not at all. All files of a chunk are complete on the local disk before
 the first byte is sent.
 
-    failure                                      reaction
-    reset, timeout, 5xx, SlowDown, no server     s3fs and botocore send the request again, for
-                                                 seconds; then the whole file is sent again, after
-                                                 growing waits, for minutes
-    401, 403, no such bucket, no credentials     the rank stops, if possible at its start
-    killed in the middle                         S3 keeps the parts, and bills them, until the
-                                                 upload is aborted; the rank's next process aborts
-                                                 it, for the names that are still staged
-
 Only S3 (s3fs) can list open uploads, and show without a trace whether it is writable. Other file
 systems need only ``put_file`` and ``info``.
 
@@ -413,7 +404,7 @@ class UploadedFile:
 
     chunk_index: int
     name: str
-    operation: Any  # huggingface_hub's CommitOperationAdd
+    operation: Any
 
     def __post_init__(self) -> None:
         self._is_regular = getattr(self.operation, "_upload_mode", None) == "regular"
@@ -425,7 +416,6 @@ class UploadedFile:
 
     @cached_property
     def content_hash(self) -> str:
-        """Hash of the file in the hub's listing: SHA-256, or git's hash outside of LFS."""
         if not self._is_regular:
             return str(self.operation.upload_info.sha256.hex())
         with self.operation.as_file() as file:

@@ -93,7 +93,6 @@ def template_uses(writer: DiskWriter, name: str) -> bool:
 
 
 def check_output_folder(writer: DiskWriter, checkpoints: str | None) -> None:
-    """Refuses output among the files of its checkpoint."""
     if checkpoints is None:
         return
     below = _below(get_datafolder(checkpoints), writer.output_folder)
@@ -122,7 +121,6 @@ def refuse_own_output(name: str, step: object, writer_path: str, writer: DiskWri
 
 
 def refuse_equal_folders(pipeline: Sequence[PipelineStep]) -> None:
-    """Refuses a pipeline in which two steps write the same files."""
     for (place, writer), (other_place, other) in combinations(writers_of(pipeline), 2):
         files = _path(writer.output_folder), _sample(writer)
         if files == (_path(other.output_folder), _sample(other)):

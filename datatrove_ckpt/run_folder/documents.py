@@ -131,7 +131,6 @@ def committed_files(location: RunLocation) -> Iterator[Committed]:
 
 
 def read_dead_letters(location: RunLocation) -> "Iterator[ShownDocument]":
-    """Reads the dead letters that no finished retry has taken."""
     retries = layout.retry_folders(location.folder)
     for rank in read_ranks(location.folder, Include.SETTINGS):
         folders = [layout.rank_folder(retry, rank.number) for retry in retries]
@@ -162,7 +161,6 @@ def _dead_letters(path: Path) -> Iterator[Json]:
 
 
 def select_rows(step: StepFolder) -> str:
-    """Returns a SELECT of the rows of a step; "" if there are none."""
     if step.rows is not None:
         return queries.reads(step.rows.paths)
     if not step.has_begun:
@@ -481,7 +479,7 @@ def _with_schema(batch: Table, schema: Schema) -> Table:
         if not column.type.equals(field.type):
             try:
                 column = column.cast(field.type)
-            except pa.ArrowException:  # such as a struct with fields in another order
+            except pa.ArrowException:
                 column = to_arrow(field.type, column.to_pylist())
         columns.append(column)
     return pa.Table.from_arrays(columns, schema=schema)

@@ -194,9 +194,8 @@ def _compare_markers(runner: RunnerPlan, folder: Path, skipped: list[int]) -> di
     return wrong
 
 
-# Checks that finished ranks would read the same input today. datatrove skips a finished rank, so
-# the old output would stand for a changed input. The own check of a finished rank without its
-# marker misses files that were replaced by others of equal size.
+# datatrove skips a finished rank, so the old output would stand for a changed input. The own check
+# of a finished rank without its marker misses files that were replaced by others of equal size.
 
 _NAMED_FILES = 10
 _OTHER_CONTENT = "has other content"
@@ -227,7 +226,7 @@ def check_inputs_unchanged(plan: RunPlan) -> None:
         if not is_retry:
             _check_steps(runner.before, records)
         if plan.waits:
-            continue  # another executor has yet to create the input
+            continue
         readers = [step for step in runner.before if isinstance(step, BaseDiskReader)]
         records = {
             rank: record for rank, record in records.items() if len(record.readers) == len(readers)
@@ -387,7 +386,7 @@ def compare_outputs(plan: RunPlan) -> None:
         check_output_of_run(runner, root, first_starts)
 
 
-@gc_paused()  # commits of many ranks, and no garbage: collections would take a third of the time
+@gc_paused()  # commits of many ranks, and no garbage
 def check_output_of_run(
     runner: RunnerPlan,
     checkpoints: Path,

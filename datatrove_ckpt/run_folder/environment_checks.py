@@ -610,7 +610,6 @@ def _check_writer(runner: RunnerPlan, sample: list[Document]) -> Iterator[Findin
 
 
 def check_rules_of_hub(plan: RunPlan, step: InferenceRunner) -> Iterator[Finding]:
-    """Compares a job's commits, at least one per task, with the hub's limit for a free account."""
     hub = HubFolder.of(step.output_writer.output_folder)
     if hub is None or hub.is_bucket:
         return
@@ -893,8 +892,7 @@ def check_prompts(prompts: Sequence[str], servers: int) -> Iterator[Finding]:
             rows += row - earlier
             shared += _common([rests[earlier], text])
         last[starts[row]] = row
-    # Few pairs in a sample are many in the input: if each row of a million has seven relatives
-    # anywhere, a thousand rows have three or four pairs. But single rows may be duplicates.
+    # Few pairs in a sample are many in the input, but single rows may be duplicates.
     if apart > number / 100:
         text = (
             f"{apart:,} of the first {number:,} prompts share {shared // apart:,} characters with "

@@ -30,7 +30,6 @@ class Finding:
 
     Attributes:
         what: the property that was checked, such as "locks".
-        message: what was found, and what to do about it.
         subject: the thing that was checked, such as "checkpoints". ``run_check`` adds it.
         error: a run raises it; None: a run starts.
         markers: a run removes them.

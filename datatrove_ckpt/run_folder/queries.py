@@ -147,7 +147,6 @@ def _nodes(value: object) -> Iterator[Any]:
 
 
 def columns_of(query: Query, tables: Tables) -> dict[str, Any]:
-    """Returns Arrow's types of a query's columns by name."""
     with _connected(query, tables) as connection:
         schema = connection.sql(query.sql).limit(0).to_arrow_table().schema
         return dict(zip(schema.names, schema.types, strict=True))
@@ -180,7 +179,6 @@ def kept_rows(folder: Path) -> KeptRows | None:
 
 
 def is_damaged(kept: KeptRows) -> bool:
-    """Whether a file of the rows cannot be read, or is not as it was written."""
     try:
         for path in kept.paths:
             with pq.ParquetFile(path, page_checksum_verification=True) as file:

@@ -68,7 +68,6 @@ class RankRepair:
 
     Attributes:
         original: the log as it was read; None: it is damaged.
-        commits_to_keep: the commits to keep, in the order of the lines.
         not_redoable: chunks that would not end where the next chunk starts, so they stay.
         dead_letter_ranges: ranges of bytes in the dead letters file without a commit to keep.
     """
@@ -173,7 +172,6 @@ class RepairPlan:
 
     Attributes:
         unrepaired: the problems that stay.
-        markers: the ranks whose completion markers are removed.
         foreign: the problems of output files that may be another run's, and stay.
     """
 

@@ -44,7 +44,6 @@ class RunLocation:
         logging_dir: the executor's, from a YAML file or a run folder.
         output: the output folder, likewise.
         named_output: the output folder that the user names, wherever the other folders are.
-        config: the YAML file's content; empty without a file.
     """
 
     what: str
@@ -160,7 +159,6 @@ def _named(argument: str) -> tuple[RunLocation, str | None]:
 
 
 def looks_like_mirror(folder: Path) -> bool:
-    """Whether the ranks' folders hold versions, not files of a checkpoint."""
     with suppress(PermissionError):
         for number in layout.rank_numbers(folder):
             rank = layout.rank_folder(folder, number)

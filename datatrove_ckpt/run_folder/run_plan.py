@@ -307,7 +307,6 @@ def _check_order(pipeline: Sequence[object]) -> None:
 
 
 def lost_with_disk(plan: "RunPlan", is_kept: Callable[[str], bool]) -> list[str]:
-    """Returns the settings with a path on a disk that is lost with its machine."""
     folders: list[tuple[str, object]] = [(setting_name("logging_dir"), plan.logging_dir)]
     for index, step in enumerate(plan.pipeline):
         name = setting_of("data_folder", f"pipeline[{index}]")
@@ -346,7 +345,6 @@ def note_workers(workers: int, tasks: int) -> None:
 
 
 def refuse_without_claims(plan: "RunPlan") -> None:
-    """Raises ConfigError if ``logging_dir`` cannot hold claims, or no checkpoint backs them."""
     refuse_for_claims(plan.logging_dir.resolve_paths(""))
     for runner in plan.runners:
         if runner.step.checkpoints_local_dir is None:

@@ -107,7 +107,6 @@ class RankStatus(RunSums):
 
     Attributes:
         root: "" or its retry of dead letters, such as "retry-00001".
-        folder: its files, or a copy of them.
         has_rate: ``rates`` cover at least five minutes, so that they can be compared.
         last_word: time of the last change of any of its files.
         last_change: time of its last change to journals or commits, if it runs, or its last
@@ -184,7 +183,6 @@ class RunState:
         command: resumes the run; "" if it is not known.
         newest: time of the newest change that was seen.
         tasks: number of ranks of the run; 0: unknown.
-        missing: ranks of the run that have no folder.
         gone: missing ranks that had committed chunks.
         limits: limits of the last start; none if they are not known here.
         foreign: ranks with higher numbers than the run has. They are not counted.
@@ -224,7 +222,6 @@ class RunState:
 
     @property
     def delivered(self) -> DocumentCounts:
-        """The documents that are committed, each once."""
         return self.together.counts
 
     @cached_property

@@ -136,9 +136,6 @@ def write_card(runner: RunnerPlan, checkpoints: Path, command: str) -> None:
     """Writes the cards of a finished run: beside its checkpoints, or among them where that is a
     folder of other things; and on the hub.
 
-    Args:
-        command: command that resumes the run, without secrets.
-
     Raises:
         FileExistsError: the user has such a file.
         CkptError: the folder cannot be read, or takes no file; or the hub takes none.

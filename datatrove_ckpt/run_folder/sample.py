@@ -180,7 +180,6 @@ ROUND_NUMBER = 1000
 
 
 def estimate_lines(sample: SentSample, step: RunnerSettings) -> Iterator[str]:
-    """Yields what the documents of a sample took, and what the whole input takes."""
     sizes = sample.sizes
     total = ROUND_NUMBER if sample.total is None else sample.total
     sent = [requests for _, requests in sample.documents]

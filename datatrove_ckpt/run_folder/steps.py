@@ -47,7 +47,6 @@ class StepFolder:
             return read_run_state(location)
 
     def digest(self) -> str:
-        """Returns the hash of the rows; of a run, the hash of its commits."""
         if self.rows is not None:
             return self.rows.digest
         digest = xxhash.xxh3_128()

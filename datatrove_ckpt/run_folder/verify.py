@@ -105,7 +105,6 @@ class VerifyReport:
     """The result of ``verify``.
 
     Attributes:
-        full: the files were read.
         ranks: the ranks, without their commits, which ``chunks`` has.
         uncounted: the writers whose rows cannot be counted.
     """
@@ -149,7 +148,6 @@ class VerifyReport:
 
     @cached_property
     def job(self) -> Json:
-        """The content of ``job.json``; empty if it is missing or damaged."""
         path = self.checkpoints / layout.JOB
         with suppress(errors.CheckpointError):
             if path.exists():

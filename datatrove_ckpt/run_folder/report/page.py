@@ -340,7 +340,6 @@ def chart(
     Args:
         edges: Unix seconds, ascending: where each interval starts, and where the last interval
             ends.
-        lines: values by name, a value for each interval.
     """
     marks = ticks(max(map(max, lines.values())))
 
@@ -441,7 +440,6 @@ def joined(children: Iterable[str]) -> Markup:
 
 
 def escaped(text: str) -> Markup:
-    """Escapes a text; characters that no page may hold become U+FFFD."""
     return Markup(escape(_UNSHOWN.sub("\ufffd", text)))
 
 

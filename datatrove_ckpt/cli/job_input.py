@@ -56,7 +56,6 @@ _MAX_LINES = 100
 
 
 def class_of(reader: JsonObject) -> type[SeekingReader]:
-    """Returns the class of a reader; JsonlReader if its files were not listed."""
     return _READERS.get(reader["class_path"], JsonlReader)
 
 
@@ -175,7 +174,6 @@ class JobInput:
         return ""
 
     def first_document(self, reader: JsonObject, of_folder: bool = False) -> Document | None:
-        """Returns the first document, which may have no text; None if it cannot be read."""
         path = Path(self._source)
         if path.parent.name == layout.KEPT_INPUT and self._pattern:
             path = next(iter(sorted(path.parent.glob(path.name))), path)

@@ -1,14 +1,6 @@
 """Builds an executor from a YAML file. A mistake is one line with step, key, value and
 alternatives.
 
-    executor:
-      class_path: LocalPipelineExecutor       a short name of SHORT_NAMES, or any import path
-      init_args:                              the arguments of its constructor
-        tasks: 4
-        pipeline:
-          - class_path: JsonlReader
-            init_args: {data_folder: documents}
-
 YAML is read and written as 1.2, because PyYAML's 1.1 breaks datatrove's values: ``no`` is a
 language, ``20:00:00`` a Slurm time limit, ``1e-5`` a number.
 """

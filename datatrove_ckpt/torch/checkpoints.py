@@ -55,6 +55,7 @@ from datatrove_ckpt.torch.step_folder import (
     is_left_behind,
     rolled_back_steps,
     size_of,
+    whole_manifests,
 )
 from datatrove_ckpt.torch.steps import Contents, Steps
 from datatrove_ckpt.torch.training_history import TrainingHistory, config_file, write_heartbeat
@@ -335,9 +336,13 @@ class TrainingCheckpoints:
         elif cause:
             stops = _OTHER
         since = now - self._saved_at
-        again = self._not_saved is not None and since >= _RETRY_SECONDS
-        values = [stops, again, self._writing.is_running, self._longest_step]
-        values += [
+        has_failed = self._not_saved is not None
+        again = has_failed and since >= _RETRY_SECONDS
+        values = [
+            stops,
+            again,
+            self._writing.is_running or (has_failed and not again),
+            self._longest_step,
             since,
             self._pause,
             self._write_seconds,
@@ -775,7 +780,8 @@ class TrainingCheckpoints:
     def _best_last(self) -> list[StepName]:
         if self._best is None:
             raise ConfigError('"best": keep= has no Best(...), which names the metric.')
-        manifests = self._steps.manifests()
+        # Also of steps that were found damaged: parts of them may be whole.
+        manifests = whole_manifests(self._steps.names(), self._steps.manifest)
         if self._copies:
             manifests = self._steps.remote_manifests()[0] | manifests
         for name in rolled_back_steps(manifests):

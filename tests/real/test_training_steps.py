@@ -23,8 +23,16 @@ from torch import nn
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.cli import track
-from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.torch import Best, Every, EverySteps, Last, TrainingCheckpoints, step_folder
+from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
+from datatrove_ckpt.torch import (
+    Best,
+    Every,
+    EverySteps,
+    Last,
+    Overhead,
+    TrainingCheckpoints,
+    step_folder,
+)
 from datatrove_ckpt.torch import checkpoints as module
 from datatrove_ckpt.torch.step_folder import CheckedFile, blocks, size_and_hash
 from datatrove_ckpt.torch.training_history import read_training
@@ -109,6 +117,16 @@ def test_what_follows_an_older_step_is_newer_than_all_steps_and_listed_once(tmp_
     with opened(tmp_path) as saved:
         assert saved.restore(model=model) == saved.latest_step() == 40
         assert weight(model) == 41
+
+
+def test_the_best_step_gives_its_whole_parts_if_all_steps_are_damaged(tmp_path, warned):
+    for config in filled(tmp_path).glob("step-*/states/config.pt"):
+        config.write_bytes(b"?")
+    model = model_of(0)
+    with opened(tmp_path) as saved:
+        assert saved.restore("best", model=model) == weight(model) == 20
+        with pytest.raises(CheckpointCorrupt, match="config"):
+            saved.restore("best", config={})
 
 
 def test_weights_alone_change_nothing_else_and_let_no_other_training_save_there(tmp_path, warned):
@@ -259,6 +277,18 @@ def test_a_save_that_failed_is_tried_again_before_the_next(tmp_path, monkeypatch
         assert saved.maybe_save(102, model=model)
         assert saved.failure is None
     assert saved.steps() == [102]
+
+
+def test_a_bound_on_overhead_holds_if_saves_fail(tmp_path, warned):
+    def write(folder):
+        errors.append(folder)
+        raise OSError("full")
+
+    errors = []
+    with suppress(OSError), opened(tmp_path, save=Overhead(0.5)) as saved:
+        for step in range(9):
+            saved.maybe_save(step, model=model_of(0), writer=write)
+    assert len(errors) == 1
 
 
 def test_a_state_that_grows_is_saved_as_it_is(tmp_path):

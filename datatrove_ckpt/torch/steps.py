@@ -69,6 +69,8 @@ class Steps:
         """Steps that were found damaged, and were not saved again."""
         self._whole = dict[Path, dict[tuple[int | str, ...], str]]()
         """The last two whole steps, and their large files by size and hash."""
+        self._unread = folder
+        """A step in ``_whole`` that this process has not read."""
         self._owner = ""
         self._unlock: weakref.finalize[[Lock, int], object] | None = None
         self.store = store
@@ -192,7 +194,10 @@ class Steps:
         linked = path.with_name(f"{path.name}.linked")
         for step, before in sources:
             with suppress(OSError, StorageFailed):  # the step was removed, or no hard links
-                if before.stat().st_mtime_ns <= (step / MANIFEST).stat().st_mtime_ns:
+                is_same = before.stat().st_mtime_ns <= (step / MANIFEST).stat().st_mtime_ns
+                if is_same and step == self._unread:
+                    is_same = step_folder.size_and_hash(blocks(before)) == entry
+                if is_same:
                     files.disk.link(before, linked)
                     files.disk.rename(linked, path)
                     return True
@@ -266,6 +271,11 @@ class Steps:
             return str(error)
         loaded |= contents
         if parts is None:
+            # Else each start would add a copy to those that steps share.
+            for older in [other for other in self.names() if other < name][-1:]:
+                with suppress(CheckpointCorrupt):
+                    self._note_whole(older)
+                    self._unread = self.folder / str(older)
             self._note_whole(name)
         return ""
 

@@ -513,7 +513,6 @@ class TrainingCheckpoints:
             )
 
     def _claim(self) -> None:
-        """Refuses steps of another training, before the first save or rollback."""
         if self._has_claimed:
             return
         try:

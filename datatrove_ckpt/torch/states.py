@@ -168,7 +168,7 @@ class DatasetState:
 
     @classmethod
     def from_json(cls, state: ReaderState) -> "DatasetState":
-        """Raises CheckpointMismatch if it is of another version, CheckpointCorrupt if it is
+        """Raises CheckpointMismatch if the state is of another version, CheckpointCorrupt if it is
         damaged.
         """
         if state.get("version") != VERSION or state.get("kind") != _KIND:

@@ -8,9 +8,7 @@ from their beginning, so earlier rows are decoded in small batches, and dropped.
 ms, so small row groups are read together.
 
 Arrow IPC is read from files with a footer, and from streams: a part is a slice of a record batch.
-Local files are mapped into memory, so a slice costs its own pages. A batch with compressed buffers,
-or of a remote file, is read as a whole; only the requested columns of a remote file with a footer
-are read.
+Local files are mapped into memory, so a slice costs its own pages.
 """
 
 from __future__ import annotations

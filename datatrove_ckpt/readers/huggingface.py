@@ -4,9 +4,7 @@ A ``FilePosition`` is (rows of the rank in this shard so far,). A resume begins 
 the shard, counted from its beginning: if the dataset has no features, missing columns are filled
 within a batch.
 
-``DatasetInputs`` presents a dataset as files: its shards. A map-style dataset counts as one file,
-whose rows can be indexed. As in datatrove's reader, a rank has every n-th shard if a stream has
-several, else every n-th row.
+As in datatrove's reader, a rank has every n-th shard if a stream has several, else every n-th row.
 
 A resumed stream skips earlier shards, and then rows (``IterableDataset.skip``), which the dataset
 reads. Only public parts of ``datasets`` are used, but not its ``state_dict``: a state that was
@@ -335,7 +333,6 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
             yield self.dataset, features.arrow_schema
 
     def shares_rows(self, shards: int) -> bool:
-        """Whether the tasks share a dataset with this number of shards by rows, not by shards."""
         return self.load_from_disk or not self.streaming or shards <= 1
 
     def preview(self) -> HuggingFaceDatasetReader:

@@ -369,7 +369,6 @@ def explain_hub_error(dataset: str, error: BaseException, commit: str | None = N
 
 
 def one_line(error: BaseException) -> str:
-    """Describes an error; a ``DatasetGenerationError`` by its cause."""
     if type(error).__name__ == "DatasetGenerationError" and error.__cause__ is not None:
         return library_line(error.__cause__)
     return library_line(error)
@@ -467,9 +466,7 @@ _TAGS = (
 
 
 def position_mismatch(problem: str, advice: str = "Restore it") -> CheckpointMismatch:
-    """Returns the error for a position that does not match its input. The remedy is other folders
-    in a pipeline, and to drop the state in a training.
-    """
+    """The remedy is other folders in a pipeline, and to drop the state in a training."""
     if in_pipeline():
         return CheckpointMismatch(f"{problem} {advice}.", starts_over="with old results")
     return CheckpointMismatch(

@@ -1,9 +1,7 @@
 """Reads tables: Parquet by row group and row, Arrow IPC by record batch and row.
 
 A ``FilePosition`` is (group, rows of it, documents of the file so far). A group is a row group or a
-record batch. datatrove's default id counts documents with text, not rows. Groups before the
-position are not read (in an IPC stream: not converted). In the group of the position, earlier rows
-are decoded and dropped.
+record batch. datatrove's default id counts documents with text, not rows.
 
 Rows become Python objects a thousand at a time, because a record batch may be a whole file.
 """

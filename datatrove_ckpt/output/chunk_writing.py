@@ -8,9 +8,8 @@ floats are float64, dicts have the keys of all. Loaders (``pyarrow.dataset``, ``
 columns of the first file, and convert other files:
 
 - A column without any value is written as text, also inside lists and dicts: only null could follow
-  Arrow's null type. Text without a value converts to numbers, dates, booleans and bytes. In a first
-  file it turns numbers, dates and booleans of later files into text, and does not load with bytes.
-  The field's metadata marks it.
+  Arrow's null type. Text without a value converts to numbers, dates, booleans and bytes. The
+  field's metadata marks it.
 - A later file may lack columns, or keys of dicts, and may hold integers where the first has floats.
 - The opposite order cannot be known when the first file is written. Only a writer with a ``schema``
   avoids it. Such a chunk causes a warning, and ``verify --full`` names both files.

@@ -853,7 +853,6 @@ _KEPT_CHARACTERS = 400_000
 
 
 def check_prompts(prompts: Sequence[str], servers: int) -> Iterator[Finding]:
-    """Compares the texts of prompts, which are in the order of the input; "" is none."""
     prompts = [text for text in prompts if text]
     number = len(prompts)
     if number < 2:

@@ -137,8 +137,6 @@ def check_before_run(plan: RunPlan) -> None:
         ConfigError: a setting cannot work on this machine, or with the others.
         CheckpointMismatch: markers, checkpoints or the input of finished ranks are another run's.
         OutputFailed: the output's repository on the hub cannot be written to.
-        CkptError: see ``check_output_of_run``.
-        OSError: the input cannot be listed.
     """
     note_workers(plan.workers, plan.tasks)
     _refuse(check_environment(plan))

@@ -190,10 +190,7 @@ def restored(location: RunLocation) -> Iterator[RunLocation]:
 
 
 def upload(location: RunLocation, ranks: list[RankSummary]) -> None:
-    """Uploads the changed ranks, if they were restored from a mirror.
-
-    The same command continues after a failure.
-    """
+    """The same command continues after a failure."""
     if location.mirror is None:
         return
     from datatrove_ckpt.mirror.restore import upload_rank

@@ -584,8 +584,7 @@ def _judge_ended(rank: RankStatus, attempt: AttemptSummary, now: float) -> None:
 def find_slow(ranks: Sequence[RankStatus]) -> None:
     """Marks the ranks that are far behind the median of the others.
 
-    Finished ranks count with their averages. A slow rank has few documents and few tokens, and does
-    not wait for its last answers.
+    A slow rank has few documents and few tokens, and does not wait for its last answers.
     """
     running = [
         rank

@@ -5,7 +5,7 @@ A command is a function below ``_command``: its docstring is its ``--help``. The
 ``_command`` names carries it out, and is imported only then: ``--help`` and ``status`` start
 without datatrove.
 
-No traceback of an error of this package reaches the terminal. The task's log file keeps one.
+No traceback of an error of this package reaches the terminal.
 """
 
 import argparse
@@ -256,7 +256,7 @@ _OF_TRAININGS = ("status", "show", "verify", "doctor", "report")
 
 
 def _command(module: str, *arguments: _Argument) -> Callable[[Callable[[], None]], None]:
-    """The tests run the command lines below "examples:" in its docstring.
+    """The tests run the command lines below "examples:" in a command's docstring.
 
     Args:
         module: the module of ``cli`` whose function of this name takes the parsed arguments and

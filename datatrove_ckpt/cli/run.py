@@ -1,7 +1,4 @@
-"""``datatrove-ckpt run`` and ``doctor``, which build executors of YAML files, and import slowly.
-
-``execution.py`` does the rest of ``run``.
-"""
+"""``datatrove-ckpt run`` and ``doctor``, which build executors of YAML files, and import slowly."""
 
 import argparse
 

@@ -189,9 +189,8 @@ def _rows(state: TrainingState) -> Iterator[tuple[str, str, str, str]]:
 def plan(arguments: argparse.Namespace) -> int:
     """Prints the intervals by the model in ``torch/policies.py``.
 
-    The history of a training has the median pause of its saves, and the mean time between its
-    restarts. A save costs the ``pause_seconds`` in which the training stops, not the time of writes
-    beside it.
+    A save costs the ``pause_seconds`` in which the training stops, not the time of writes beside
+    it.
 
     Raises:
         ConfigError: there is no history, or it lacks a figure that no flag gives.

@@ -160,8 +160,13 @@ class RunReader:
         return sum((totals for name, totals in copied if name != without), NO_TOTALS)
 
     @property
+    def number(self) -> int:
+        """The number of tasks of the run that have begun."""
+        return len(self._poll.by_folder)
+
+    @property
     def seconds(self) -> float:
-        return self._interval.seconds if len(self._poll.by_folder) > 1 else 0.0
+        return self._interval.seconds if self.number > 1 else 0.0
 
     def now(self) -> RunTotals:
         """Returns the sums over all tasks, which are exact for those that run in this process.
@@ -293,7 +298,7 @@ class LimitWatch:
         is_start = ended < _FEW
         # Younger documents may also cost nothing.
         likely_paid = sum(age >= costs.longest_unpaid for age in ages)
-        if is_start and likely_paid >= _FIRST * (1 + ended):
+        if is_start and likely_paid >= max(_FIRST * (1 + ended), self._paid_at_earlier_mean()):
             return 0
         if not (costs.total and reader.has_polled):  # the first poll of a mirror may take minutes
             return 1
@@ -314,6 +319,22 @@ class LimitWatch:
             ):
                 return room
         return 0
+
+    def _paid_at_earlier_mean(self) -> float:
+        """Returns how many documents this process's part of the limits pays for, at twice the mean
+        of earlier attempts of its tasks; 0.0 if these finished few.
+        """
+        reader = self.reader
+        finished = 0
+        earlier = NO_TOTALS
+        for task in reader.tasks:
+            finished += task.checkpoint.resumed.finished.read
+            earlier += task.checkpoint.totals - RunTotals.of(task.checkpoint.own)
+        if finished < _FEW or not reader.has_polled:
+            return 0.0
+        shares = zip(self._limits.spent(reader.now()), self._limits.spent(earlier), strict=True)
+        rest = min((1 - spent) / max(paid, 1e-9) for spent, paid in shares)
+        return finished * rest / 2 * len(reader.tasks) / reader.number
 
     def may_suffice(self) -> bool:
         """Returns whether ``until`` is reached once the documents in work are written. The document

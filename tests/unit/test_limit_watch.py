@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from datatrove_ckpt.checkpoint.run_limits import Limits, RunTotals
-from datatrove_ckpt.common.counts import WorkCounts
+from datatrove_ckpt.common.counts import DocumentCounts, WorkCounts
 from datatrove_ckpt.generation import limit_watch
 from datatrove_ckpt.generation.limit_watch import LimitWatch, RunReader
 
@@ -24,6 +24,7 @@ class Checkpoint:
         self.folder = Path("checkpoints", name)
         self.own = WorkCounts()
         self.earlier = RunTotals()
+        self.resumed = SimpleNamespace(finished=DocumentCounts())
 
     @property
     def totals(self):
@@ -209,3 +210,22 @@ def test_documents_that_cost_nothing_hold_none_back(monkeypatch):
     assert all(watch.affords(ordinal) for ordinal in range(10, 20))
     run.now = 3.0  # those that take longer may cost something
     assert not watch.affords(20)
+
+
+@pytest.mark.parametrize("others, most", [(0, 450), (9, 45)])
+def test_a_resume_begins_with_as_many_documents_as_earlier_attempts_show(monkeypatch, others, most):
+    run = Run(1000, 10, 0)
+    monkeypatch.setattr(limit_watch, "time", run)
+    (watch,) = run.watches
+    checkpoint = watch.checkpoint
+    checkpoint.earlier = RunTotals(cost=100 * 10**9)
+    checkpoint.resumed.finished = DocumentCounts(read=100)
+    run.checkpoints |= {
+        f"{number:05d}": Checkpoint(f"{number:05d}") for number in range(1, 1 + others)
+    }
+    watch.reader._next_look = 0.0
+    watch.reader.read()
+    begun = 0
+    while watch.affords(begun):
+        begun += 1
+    assert begun == most

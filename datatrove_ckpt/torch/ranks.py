@@ -130,7 +130,10 @@ class Ranks:
                 continue
             missing.append(rank)
             _, *now = PROGRESS.record_of(rank)
-            counts = zip(before, now, self._progress_before, PROGRESS.counts(), strict=True)
+            own_now = PROGRESS.counts()
+            if not own_now[0]:
+                now[0] = 0  # the other rank may take the batches of both
+            counts = zip(before, now, self._progress_before, own_now, strict=True)
             for then, count, own_then, own_count in counts:
                 if then == own_then and count > own_count:
                     raise ConfigError(

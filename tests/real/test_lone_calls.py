@@ -247,7 +247,7 @@ def test_a_rank_that_ended_or_makes_another_call_is_named(tmp_path, ranks, targe
     assert re.search(message, Path(tmp_path, "why-0").read_text())
 
 
-def is_slow(rank, folder):
+def is_slow(rank, folder, reads_all):
     """Rank 1 evaluates until rank 0 has looked at it several times."""
     impatient()
     warned = Path(folder, "warned")
@@ -256,18 +256,20 @@ def is_slow(rank, folder):
     saved = opened(folder)
     loader = StatefulDataLoader(range(8))
     saved.restore(loader=loader, model=LAYER)
-    for step, _ in enumerate(loader, 1):
+    batches = iter(loader)
+    for step in (1, 2):
+        if rank or reads_all:
+            next(batches)
         dist.all_reduce(torch.ones(1))
         if rank:
             until(lambda step=step: warned.exists() and f"save({step})" in warned.read_text())
             [*StatefulDataLoader(range(8))]
         saved.save(step, loader=loader, model=LAYER)
-        if step == 2:
-            break
 
 
-def test_a_slow_rank_is_waited_for(tmp_path, ranks):
-    ranks.call(is_slow, 2, str(tmp_path))
+@pytest.mark.parametrize("reads_all", [True, False], ids=["each", "one reads for both"])
+def test_a_slow_rank_is_waited_for(tmp_path, ranks, reads_all):
+    ranks.call(is_slow, 2, str(tmp_path), reads_all)
     assert "save(2): rank 1 has not called it for" in Path(tmp_path, "warned").read_text()
     assert opened(tmp_path).steps() == [1, 2]
 

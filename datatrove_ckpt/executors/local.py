@@ -471,8 +471,8 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
                             f"No task could be claimed, {claims.failures} times in a row: see the "
                             "lines above. Correct the cause, and run the same command again."
                         )
-                elif self._is_worker:
-                    break
+                elif self._is_worker and not self.keeps_servers:
+                    break  # a worker of steps waits: there is a next step
                 elif time.monotonic() >= line_at:
                     workers = [
                         other.process

@@ -780,6 +780,18 @@ def test_a_worker_says_that_it_waits_for_the_queries_of_another(server, command,
     assert len(table("rejected")) == 3
 
 
+def test_a_worker_waits_for_the_task_of_another_and_goes_on(server, command, monkeypatch):
+    rank = Path("qa/answers/checkpoints/00000")
+    rank.mkdir(parents=True)
+    lock = Lock(rank / "lock")
+    monkeypatch.setattr(cli_steps.time, "sleep", lambda seconds: lock.release())
+    write(server)
+    said = command("run", "job.yaml", "--worker")
+    assert "Waiting for 1 task of other processes" in said.err
+    assert len(table("rejected")) == 3
+    assert set(server.asked.values()) == {1}
+
+
 def test_a_second_run_of_all_tasks_is_refused_and_a_worker_is_not(server, command):
     Path("qa").mkdir()
     lock = Lock(Path("qa/run.lock"))

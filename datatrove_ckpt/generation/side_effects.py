@@ -24,6 +24,7 @@ import re
 import socket
 import stat
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -118,7 +119,20 @@ def _what_lasts() -> Iterator[tuple[str, str]]:
                     yield "", str(descriptor.readlink())
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            yield "a program", os.fsdecode((process / "cmdline").read_bytes().rstrip(b"\0"))
+            yield "a program", _words_of(process)
+
+
+def _words_of(process: Path) -> str:
+    """Raises OSError: it is no program, or has ended."""
+    words = b""
+    for _ in range(100):
+        words = (process / "cmdline").read_bytes().rstrip(b"\0")
+        if words:
+            break
+        # A program that has just begun has none for a moment; a thread of the kernel has no file.
+        (process / "exe").readlink()
+        time.sleep(0.001)
+    return os.fsdecode(words)
 
 
 ROLLOUTS = EffectWatch()

@@ -1,11 +1,13 @@
 """Differences of a replay that an unedited rollout makes at another start."""
 
 import os
+import subprocess
+from pathlib import Path
 
 import pytest
 
 from datatrove_ckpt.common.redaction import remember
-from datatrove_ckpt.generation import recorded_documents, replay
+from datatrove_ckpt.generation import recorded_documents, replay, side_effects
 
 
 def record(**fields):
@@ -78,3 +80,14 @@ def test_a_file_is_written_although_the_working_folder_is_gone(tmp_path, monkeyp
     os.close(os.open("file", os.O_WRONLY | os.O_CREAT, dir_fd=folder))
     os.close(folder)
     assert (tmp_path / "file").exists()
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_a_program_is_seen_the_moment_it_has_begun(number):
+    setup = side_effects.SetupEffects()
+    command = ["sleep", f"1000.{number}"]
+    with subprocess.Popen(command) as program:
+        setup.see("subprocess.Popen", ("sleep", command))
+        assert side_effects._words_of(Path(f"/proc/{program.pid}")) == "\0".join(command)
+        assert setup.lasting() == "keep a program open"
+        program.kill()

@@ -270,8 +270,8 @@ class Kills:
 
 KILLS = {
     "nothing killed": Kills(),
-    "client killed each 3,600 s": Kills("client", 3600.0),
-    "client killed each 900 s": Kills("client", 900.0),
-    "server killed each 3,600 s": Kills("server", 3600.0),
-    "server killed each 900 s": Kills("server", 900.0),
+    "client killed, 3,600 s": Kills("client", 3600.0),
+    "client killed, 900 s": Kills("client", 900.0, answers=1200),
+    "server killed, 3,600 s": Kills("server", 3600.0),
+    "server killed, 900 s": Kills("server", 900.0, answers=1200),
 }

@@ -104,7 +104,9 @@ class StreamingServer(SimulatedServer):
 
     def _end_step(self, finished):
         for request in finished:
-            sent = self._sent.pop(request)
+            sent = self._sent.pop(request, None)
+            if sent is None:  # cut in its last step
+                continue
             self._answers.pop(request, None)
             self.generated += request.answer
             sent.connection.ended(request.answer - sent.tokens)

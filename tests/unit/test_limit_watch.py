@@ -212,6 +212,16 @@ def test_documents_that_cost_nothing_hold_none_back(monkeypatch):
     assert not watch.affords(20)
 
 
+def test_documents_of_a_task_that_has_ended_hold_none_back(monkeypatch):
+    """A task may end with documents in work: it failed, or a limit stopped it."""
+    run = Run(400, 10, 0, tasks=2)
+    monkeypatch.setattr(limit_watch, "time", run)
+    ended, other = run.watches
+    assert [ended.affords(ordinal) for ordinal in range(5)] == [True] * 4 + [False]
+    ended.close()
+    assert [other.affords(ordinal) for ordinal in range(5)] == [True] * 4 + [False]
+
+
 @pytest.mark.parametrize("others, most", [(0, 450), (9, 45)])
 def test_a_resume_begins_with_as_many_documents_as_earlier_attempts_show(monkeypatch, others, most):
     run = Run(1000, 10, 0)

@@ -205,8 +205,8 @@ vllm:cache_config_info{block_size="16",engine="1",mamba_block_size="8",num_gpu_b
 vllm:cache_config_info{block_size="16",engine="2",kv_cache_size_tokens="None",num_gpu_blocks="None"} 1.0
 """
 HYBRID_METRICS = """
-vllm:kv_cache_usage_perc{engine="0",group="0"} 0.2
-vllm:kv_cache_usage_perc{engine="0",group="1"} 0.8
+vllm:kv_cache_usage_perc{engine="0",group="0"} 0.8
+vllm:kv_cache_usage_perc{engine="0",group="1"} 0.2
 vllm:kv_cache_usage_perc{engine="1",group="0"} 0.4
 vllm:num_requests_running{engine="0"} 1.0
 """

@@ -12,6 +12,7 @@ import pytest
 from datatrove_ckpt.config import InferenceConfig, inference_config
 from datatrove_ckpt.config.inference_config import ENGINES, models_of, visible_gpus
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.inference.client.client import ExchangeFailed
 from datatrove_ckpt.inference.client.http1 import Response
 from datatrove_ckpt.inference.client.routing import Target
 from datatrove_ckpt.inference.client.urls import HiddenUrl
@@ -274,6 +275,18 @@ async def test_only_the_metrics_with_our_names_are_asked_for_where_the_server_ca
         (metrics,) = await read_metrics(target, ENGINES["vllm"].metrics, 1.0)
         assert metrics.running == 18
     assert requests == asked
+
+
+async def test_a_server_whose_metrics_hang_is_asked_once(monkeypatch):
+    requests = []
+
+    async def get(url, api_key, seconds, proxied):
+        requests.append(url.reveal().path)
+        raise ExchangeFailed("", "TimeoutError")
+
+    monkeypatch.setattr(host, "get", get)
+    assert await host.count_ranks(HiddenUrl("http://127.0.0.1:1"), None, None) == 1
+    assert requests == ["/metrics/"]
 
 
 # keys --------------------------------------------------------------------------------------------

@@ -572,8 +572,7 @@ class ModelServers:
             if settings.requests_per_minute or settings.tokens_per_minute:
                 target.limits = limits_of(settings)
                 self.router.has_limits = True
-            if self.router.has_homes:
-                self.router.divide(target, endpoint.ranks)
+            self.router.divide(target, endpoint.ranks)
             self.mark_up(target, endpoint.url, endpoint.api_key)
 
     async def close(self) -> None:

@@ -39,7 +39,7 @@ from collections.abc import (
     Iterator,
     Sequence,
 )
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, takewhile
@@ -167,13 +167,14 @@ async def _read_page(target: Target, all_names: Sequence[MetricNames], seconds: 
     /metrics/, not at /metrics. Other servers, and several API processes, show nothing there.
     """
     page = ""
-    if target.restricts_metrics:
-        shown = chain(*(names.shown for names in all_names))
-        page = await _get_text(target, "/metrics", seconds, [("name[]", name) for name in shown])
-    if not any(names.are_in(page) for names in all_names):
-        page = await _get_text(target, "/metrics", seconds)
-        if any(names.are_in(page) for names in all_names):
-            target.restricts_metrics = False
+    with suppress(ExchangeFailed):  # it would not answer a second request in time, either
+        if target.restricts_metrics:
+            query = [("name[]", name) for names in all_names for name in names.shown]
+            page = await _get_text(target, "/metrics", seconds, query)
+        if not any(names.are_in(page) for names in all_names):
+            page = await _get_text(target, "/metrics", seconds)
+            if any(names.are_in(page) for names in all_names):
+                target.restricts_metrics = False
     return page
 
 
@@ -189,7 +190,7 @@ async def _get_text(
         if response.status == 200:
             return response.body.decode()
         return ""
-    except (ExchangeFailed, TooManyOpenFiles, ValueError):
+    except (TooManyOpenFiles, ValueError):
         return ""
 
 
@@ -215,7 +216,9 @@ async def count_ranks(url: HiddenUrl, api_key: Secret | None, probe: HealthProbe
     assert names is not None
     page = await _read_page(target, [names], _METRICS_TIMEOUT)
     if "vllm:" in page and names.cache_usage not in page:
-        version = await _get_text(target, "/version", _METRICS_TIMEOUT)
+        version = ""
+        with suppress(ExchangeFailed):
+            version = await _get_text(target, "/version", _METRICS_TIMEOUT)
         logger.warning(
             f"{url} does not show at /metrics how full its KV cache is, as vLLM 0.10 and newer "
             f"does (its /version: {as_line(cut(version, 80)) or 'none'}). So "
@@ -1042,12 +1045,12 @@ def check_servers(config: InferenceConfig) -> None:
 async def _connected(servers: ModelServers, is_new: bool) -> AsyncIterator[Watch]:
     config = servers.config
     endpoints = await ready_endpoints(config, servers.outage, is_new)
-    all_ranks = await asyncio.gather(
-        *(count_ranks(endpoint.url, endpoint.api_key, None) for endpoint in endpoints)
-    )
-    endpoints = [
-        endpoint._replace(ranks=ranks) for endpoint, ranks in zip(endpoints, all_ranks, strict=True)
-    ]
+    if config.endpoints is None:
+        all_ranks = await asyncio.gather(
+            *(count_ranks(endpoint.url, endpoint.api_key, None) for endpoint in endpoints)
+        )
+        with_ranks = zip(endpoints, all_ranks, strict=True)
+        endpoints = [endpoint._replace(ranks=ranks) for endpoint, ranks in with_ranks]
     servers.add_endpoints(endpoints)
     if config.half_answers is True:
         await asyncio.gather(

@@ -743,7 +743,7 @@ def first_names(names: Sequence[str], max_names: int = 3) -> str:
 
 
 class OutputFolder:
-    """Each refusal is an OutputMismatch.
+    """The output folder of one step. Each refusal is an OutputMismatch.
 
     Args:
         root, mirror, run: see ``RunOrigin``.

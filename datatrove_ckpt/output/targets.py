@@ -158,7 +158,8 @@ class OutputTarget(Placement):
 
 
 class LocalTarget(OutputTarget):
-    """A file is published as a second name of the staged file, unless the name exists.
+    """A folder on a disk. A file is published as a second name of the staged file, unless the name
+    exists.
 
     Files are staged in the checkpoint's folder, which no reader of the output reads. If it is on
     another file system, a copy beside the published files replaces the staged file.

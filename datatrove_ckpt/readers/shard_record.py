@@ -143,7 +143,7 @@ class ReaderRecord:
 
 @dataclass
 class ShardRecord:
-    """``pipeline`` has the executor's steps, if they are known."""
+    """The content of ``shard.json``. ``pipeline`` has the executor's steps, if they are known."""
 
     readers: list[ReaderRecord] = field(default_factory=list)
     skipped: SkippedLines = SkippedLines()

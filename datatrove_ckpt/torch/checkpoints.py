@@ -95,13 +95,16 @@ class TrainingCheckpoints:
         remote: a URL (S3, a bucket of the Hugging Face hub, another folder) to which rank 0 copies
             the newest step of its folder, and then the steps that ``keep`` keeps beside ``Last``.
             Steps that a folder lacks are restored from there.
-        save: the policy of ``maybe_save``. None: ``EverySeconds("auto")``.
-        keep: the policy of the steps that stay. None: ``Last(3) | Best("loss")``.
+        save: the policy of ``maybe_save``, such as ``EverySteps(500) | EverySeconds("auto")``.
+            None: ``EverySeconds("auto")``.
+        keep: the policy of the steps that stay, such as ``Last(3) | Best("loss") |
+            Every(10_000)``. None: ``Last(3) | Best("loss")``.
         asynchronous: False: a save returns when it is on the disk.
         only_plain: restore tensors and plain values only. False: any object, which runs code that a
             file names.
-        on_failure: called with the error of a save that failed, in the rank where it happened. What
-            it raises ends the training. None: the training continues.
+        on_failure: called with the error of a save that failed, in the rank where it happened: in
+            its loop, at the latest in the next ``maybe_save`` or at the end. What it raises ends
+            the training. None: the training continues.
         config: the settings of the training, a dict, dataclass or ``argparse.Namespace`` of what
             JSON holds: each step has them in ``config.json``, without secrets.
         signals: names of the signals after which the training saves and ends.
@@ -396,7 +399,7 @@ class TrainingCheckpoints:
 
         Args:
             step: how many steps the training has made.
-            loader: the rank's own loader, with a ``state_dict``.
+            loader: the rank's own loader, with a ``state_dict``, as a StatefulDataLoader has it.
             epoch: the number of this epoch, if the loader reads no dataset of ours.
             metrics: numbers to choose the best step by; also for the loss curve, as ``log``.
             writer: called in each rank with a folder, for objects that save themselves. It is not
@@ -703,15 +706,17 @@ class TrainingCheckpoints:
         weights_only: bool = False,
         **states: Any,
     ) -> int | None:
-        """Restores a whole step. Logs which newer steps are damaged, and why. Of steps that are all
-        damaged, a step is restored whose parts are whole that are given here.
+        """Restores a whole step. Logs which newer steps are damaged, and why. If no step is whole,
+        restores one in which at least the given parts are.
 
         Args:
             step: its number; "latest": the newest step; "best": the best step by ``Best``. The
                 saves that follow an older step are newer than all steps.
-            loader: a loader that has not begun yet.
+            loader: a loader that has not begun yet. A ``ReaderDataset``'s loader resumes with any
+                number of ranks.
             reader: called in each rank with the folder that the ``writer`` had.
-            weights_only: restore the given states alone, and no random numbers.
+            weights_only: restore the given states alone, and no random numbers: the training does
+                not continue from there. Only their files must be whole.
             states: objects with ``load_state_dict`` and dicts, by the names that ``save`` was
                 given, or some of them. A tensor of a dict with the saved shape keeps its memory,
                 which may be a model's. If a state does not fit, others may have changed.

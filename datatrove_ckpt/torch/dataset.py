@@ -314,7 +314,7 @@ class _Loaded:
 
 @dataclass(eq=False)
 class RowSource:
-    """Holds only the open window of each share that it reads."""
+    """Rows of an order. Holds only the open window of each share that it reads."""
 
     index: InputIndex
     _order: EpochOrder

@@ -102,7 +102,7 @@ class Pack(stateful.StatefulWrapper):
 
 
 class Packing(Iterator[Columns]):
-    """Holds less than one sample, and the rest of one row."""
+    """One pass of a ``Pack``. Holds less than one sample, and the rest of one row."""
 
     def __init__(
         self, pack: Pack, source: stateful.Source, leftovers: Sequence[Columns], samples: int

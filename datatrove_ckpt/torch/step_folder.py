@@ -50,7 +50,7 @@ _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 
 class StepName(NamedTuple):
-    """Names are ordered by age."""
+    """The name of a saved step. Names are ordered by age."""
 
     rollbacks: int
     step: int

@@ -50,7 +50,7 @@ _BEGIN_BYTES = 8 << 20
 
 
 class Steps:
-    """One rank at a time changes a folder.
+    """The saved steps in a folder, and in a remote place. One rank at a time changes a folder.
 
     Methods that write raise StorageFailed for the disk, and OSError and others for the remote.
     """
@@ -284,7 +284,7 @@ class Steps:
             raise CheckpointCorrupt(f"{place} is of another training.")
 
     def load(self, name: StepName, file: str, mapped: bool = False) -> Any:
-        """Loads a file of ``torch.save`` into the host's memory. Call ``check`` before.
+        """Loads a file of ``torch.save`` into the host's memory. Call ``damage`` before.
 
         With ``mapped``, the memory of tensors is the file, for a caller that copies all tensors.
         """

@@ -49,6 +49,7 @@ from datatrove_ckpt.common.warnings import warn_once
 from datatrove_ckpt.errors import (
     CheckpointLocked,
     CheckpointMismatch,
+    CkptError,
     ConfigError,
     InputError,
     LimitReached,
@@ -603,6 +604,8 @@ def run_steps(short: Node, arguments: argparse.Namespace) -> int:
             is_submitted = plan.submits and executor.array_id is not None
             if code or is_submitted or (arguments.worker and step.unfinished() == _RUNS):
                 return code
-    except LimitReached as error:
+    except CkptError as error:
+        if not (arguments.worker or isinstance(error, LimitReached)):
+            raise
         return fail(error, code_of_rank(error))
     return 0

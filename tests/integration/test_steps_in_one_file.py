@@ -333,6 +333,14 @@ def test_a_change_before_finished_steps_is_refused_without_a_request(
     assert f"--redo {step}" in error
 
 
+def test_a_worker_is_refused_for_a_change_with_exit_code_2(finished, command):
+    """A scheduler that starts it again would not help."""
+    write(finished, changed("judged", input={"sql": "from answers limit 3"}))
+    before = len(finished.payloads)
+    command("run", "job.yaml", "--worker", code=2)
+    assert len(finished.payloads) == before
+
+
 def test_a_changed_query_is_computed_anew_and_refuses_what_began_with_other_rows(finished, command):
     steps = changed("topics", input={"sql": "select topic as id, 'x' as text from best group by 1"})
     write(finished, changed("best", steps, sql=f"{STEPS['best']['sql']} and id <> 'id 01'"))

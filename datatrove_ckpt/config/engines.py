@@ -66,6 +66,7 @@ class Vllm(Engine):
     task_flags: ClassVar = {"embed": {"runner": "pooling"}, "classify": {"runner": "pooling"}}
     drain_seconds = 30.0  # Slurm's KillWait
     continuing_flag = "enable-scale-out"
+    memory_share = 0.92
     causes = (
         (
             Engine.CONTEXT_TOO_LONG,

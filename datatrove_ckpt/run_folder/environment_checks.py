@@ -71,6 +71,7 @@ from datatrove_ckpt.run_folder.finding import (
     run_check,
     with_timeout,
 )
+from datatrove_ckpt.run_folder.gpu_layout import CHARACTERS_PER_TOKEN, check_layout
 from datatrove_ckpt.run_folder.run_plan import (
     RunnerPlan,
     RunPlan,
@@ -407,7 +408,6 @@ def check_access_of(runner: RunnerPlan, hub: HubFolder) -> str:
 
 
 _COMMITS_PER_HOUR = 128
-_CHARACTERS_PER_TOKEN = 4
 _LOOPBACK = re.compile(r"//(localhost|127\.|0\.0\.0\.0|\[::1?\])")
 
 
@@ -440,6 +440,8 @@ def check_environment(plan: RunPlan) -> Iterator[Finding]:
                 yield from run_check(subject, _check_server, runner, config)
             if sample:
                 yield from _costs(runner.step, sample)
+            if plan.for_doctor and plan.is_local and len(runner.step.models) == 1:
+                yield from run_check(f"{place}GPUs", check_layout, runner, sample)
             yield from run_check(f"{place}monitoring", runner.step.monitoring.check_packages)
         for subject, check in (("checkpoints", _check_checkpoints), ("output", _check_output)):
             yield from run_check(f"{place}{subject}", check, runner, property_name="reachable")
@@ -489,7 +491,7 @@ def _costs(step: RunnerSettings, documents: Sequence[Document]) -> Iterator[Find
     requests = []
     for document in documents:
         usage = {
-            "prompt_tokens": len(document.text) // _CHARACTERS_PER_TOKEN,
+            "prompt_tokens": len(document.text) // CHARACTERS_PER_TOKEN,
             "completion_tokens": answer,
         }
         request = RecordedRequest(document.text, usage=usage)

@@ -5,6 +5,7 @@ Needs torch, torchdata and lightning: ``uv pip install -e .[torch] lightning``.
 """
 
 import itertools
+import signal
 from contextlib import suppress
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from lightning import Fabric, LightningModule
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from datatrove_ckpt.errors import Preempted
 from datatrove_ckpt.torch import EverySteps, ReaderDataset, TrainingCheckpoints
 from tests.pages import run_example
 from tests.real.loops import assert_stops_change_nothing, write_rows
@@ -68,10 +70,20 @@ class Module(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.1)
 
 
-def lightning(rows, folder, stop, workers):
+class Signalled(Module):
+    """Gets a signal in the batch after ``stop`` batches of this process."""
+
+    def training_step(self, batch, index):
+        if len(self.batches) == self.stop:
+            signal.raise_signal(signal.SIGTERM)
+        self.batches.append(batch.tolist())
+        return self.model(batch).square().mean()
+
+
+def lightning(rows, folder, stop, workers, kind=Module, **options):
     """One process: it trains to the end, or to the stop. Returns batches and weights."""
-    module = Module(stop)
-    with suppress(Stopped):
+    module = kind(stop)
+    with suppress(Stopped, Preempted):
         EXAMPLE["fit"](
             module,
             EXAMPLE["Rows"](dataset_of(rows), batch_size=None, num_workers=workers),
@@ -82,6 +94,7 @@ def lightning(rows, folder, stop, workers):
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
+            **options,
         )
     return module.batches, module.model.state_dict()
 
@@ -117,3 +130,19 @@ def test_a_training_that_stops_in_any_epoch_is_that_of_no_stop(rows, tmp_path, t
     epochs = [whole[first : first + STEPS] for first in range(0, len(whole), STEPS)]
     assert [sorted(itertools.chain(*epoch)) for epoch in epochs] == [list(range(ROWS))] * EPOCHS
     assert len({str(epoch) for epoch in epochs}) == EPOCHS
+
+
+def test_a_signal_within_a_window_of_accumulation_loses_no_gradients(rows, tmp_path, monkeypatch):
+    before = signal.signal(signal.SIGTERM, lambda *_: None)  # else the signal ends this process
+    monkeypatch.setitem(EXAMPLE, "EverySteps", lambda _: EverySteps(1000))
+    stops = [0, 3, 1, 1, None]  # in a first, a second, a first and a last batch of three
+    try:
+        assert_stops_change_nothing(
+            lambda folder, stop: lightning(
+                rows, folder, stop, 0, kind=Signalled, accumulate_grad_batches=3
+            ),
+            tmp_path,
+            stops,
+        )
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -5,7 +5,8 @@ json, pandas and datasets read.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import orjson
@@ -32,6 +33,23 @@ def loads(line: bytes) -> Any:
             return json.loads(whole.decode("utf-16", "replace"))
         except (ValueError, RecursionError):
             raise error from None
+    return _exact(data, line)
+
+
+def loads_all(lines: Sequence[bytes]) -> list[Any]:
+    """Returns the values of lines. A third of the time of ``loads``, if they are plain objects.
+
+    Raises orjson.JSONDecodeError if a line is none that orjson reads.
+    """
+    values = [*map(orjson.loads, lines)]
+    if set(map(type, values)) == {dict}:
+        kinds = set(map(type, chain.from_iterable(map(dict.values, values))))
+        if kinds <= _EXACT:
+            return values
+    return [*map(_exact, values, lines)]
+
+
+def _exact(data: Any, line: bytes) -> Any:
     if _may_be_inexact([data], -1):
         zeros = line.translate(_AS_ZEROS)
         # The digits may belong to a float or a text.

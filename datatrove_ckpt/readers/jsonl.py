@@ -18,7 +18,7 @@ import codecs
 import io
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from typing import IO, Any, Self
 
@@ -29,7 +29,7 @@ from datatrove.pipeline.readers import jsonl as datatrove_jsonl
 from loguru import logger
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from datatrove_ckpt.common.exact_json import loads
+from datatrove_ckpt.common.exact_json import loads, loads_all
 from datatrove_ckpt.errors import DocumentNotSerializable, InputError
 from datatrove_ckpt.readers.base import TextFilesReader
 from datatrove_ckpt.readers.block_file import BlockFile, FileIndex, Group, changed_error
@@ -317,7 +317,14 @@ class LineBlocks(BlockFile):
         if self._loaded[0] != number:
             with nullcontext() if self._is_plain else naming_damage(self.name):
                 self._loaded = (number, self._load(number))
-        return [self._row(line, number) for line in self._loaded[1][start : start + rows]]
+        lines = self._loaded[1][start : start + rows]
+        read: list[Any] = [None] * len(lines)
+        with suppress(orjson.JSONDecodeError):
+            read = loads_all(lines)
+        return [
+            row if type(row) is dict and "media" not in row else self._row(line, number)
+            for row, line in zip(read, lines, strict=True)
+        ]
 
     def close(self) -> None:
         self._stack.close()
@@ -350,12 +357,6 @@ class LineBlocks(BlockFile):
         return lines
 
     def _row(self, line: bytes, number: int) -> Row | None:
-        try:
-            row = loads(line)
-            if type(row) is dict and "media" not in row:
-                return row  # most lines: a further call would cost too much
-        except orjson.JSONDecodeError:
-            pass
         parsed = self._reader.parse_row(line, self.name)
         if not isinstance(parsed, BadRow):
             return parsed

@@ -99,7 +99,13 @@ def batch_columns(
     names, *others = set(map(tuple, rows))
     if others:
         return {}
-    return {name: [_json_value(row[name]) for row in rows] for name in names}
+    return {name: _json_values([row[name] for row in rows]) for name in names}
+
+
+def _json_values(values: list[object]) -> list[object]:
+    if list in set(map(type, values)):
+        return [*map(_json_value, values)]
+    return values
 
 
 def json_row(row: Row) -> Row:
@@ -349,6 +355,8 @@ class RowSource:
         for positions, part, row_numbers in self._parts(shares, rows):
             places.append(positions)
             parts.append(batch_columns(part, row_numbers))
+        if len(parts) == 1:
+            return parts[0]
         columns: dict[str, list[object]] = {}
         if any([*part] != [*parts[0]] for part in parts):
             return columns

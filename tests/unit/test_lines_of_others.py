@@ -1,5 +1,6 @@
 """Lines that the tools of others write, and what json, pandas and datasets read in them."""
 
+import itertools
 import json
 import math
 
@@ -60,6 +61,17 @@ def test_what_nobody_reads_is_damaged_as_before(tmp_path, line):
     reader = JsonlReader(str(tmp_path), max_skipped=1)
     assert [document.text for document in reader.run()] == ["first"]
     assert reader.stats["damaged_lines"].total == 1
+
+
+@pytest.mark.parametrize("line", [*LINES, b"{", b"7", b'{"media":[]}'])
+def test_lines_that_are_read_together_are_those_that_are_read_alone(tmp_path, line):
+    lines = [b'{"text":"first"}', line, b'{"n":123456789012345678901234567890}']
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    file = JsonlReader(str(tmp_path)).open_file("a.jsonl")
+    file.use(file.index())
+    alone = [file.read(number, 1) for number in range(3)]
+    assert repr(file.read(0, 3)) == repr([*itertools.chain(*alone)])  # NaN is not equal to itself
+    assert alone[2] == [json.loads(lines[2])]
 
 
 def test_a_zstd_frame_with_the_longest_window_is_read(tmp_path):

@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import pickle
+import sys
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -197,6 +198,23 @@ def test_batches_of_columns_are_those_of_rows(tmp_path, kind, seed, size, drops)
         assert by_column.state()["samples"] == by_row.state()["samples"]
     assert next(by_column, None) is None
     assert DatasetState.from_json(by_column.state()).has_ended()
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_lines_of_text_cost_no_call_each(tmp_path, seed):
+    lines = [json.dumps({"id": f"{number}", "text": "a text"}) for number in range(600)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    rows = ReaderDataset.from_folder(tmp_path)
+    if seed:
+        rows = rows.shuffle(seed)
+    batches = iter(rows.batch(100))
+    calls = []
+    sys.setprofile(lambda frame, event, value: calls.append(event))
+    try:
+        assert sum(len(batch["text"]) for batch in batches) == 600
+    finally:
+        sys.setprofile(None)
+    assert calls.count("call") < 600
 
 
 # States ------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import functools
 import shutil
 import sqlite3
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from datatrove_ckpt.checkpoint.checksummed_lines import whole_lines
 from datatrove_ckpt.checkpoint.history import parse_line
 from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.testing import outputs
+from tests.mirrors import known_ordinals
 
 EFFECTS = (
     "make_dir",
@@ -385,3 +387,20 @@ def assert_equal(folder: Path, expected: dict[str, bytes], crashes: list[str]) -
     )
     for name, data in expected.items():
         assert actual[name] == data, f"after {crashes}: {name} differs:\n{actual[name]!r}\n{data!r}"
+
+
+# Those that change what a file holds or is called. A kill before a sync leaves what one before the
+# next effect leaves.
+OF_FILES = ("create", "write", "rename", "link", "truncate", "remove", "commit")
+
+
+def committed(log):
+    return log.read_bytes().count(b"\n") if log.exists() else 0
+
+
+def answered(folder):
+    """Returns what is answered according to cache, journals and commits, for documents whose text
+    is their ordinal.
+    """
+    finished, cached = known_ordinals(folder / "checkpoints" / "00000")
+    return Counter(f"text {ordinal}" for ordinal in finished | cached.keys())

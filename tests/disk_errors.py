@@ -102,3 +102,11 @@ def _refuse(run, fresh, folder, disk):
             f"the message does not say what to do: {message}"
         )
     return disk.failed_at
+
+
+class Answered(Exception):
+    """Has the attributes of botocore's, aiohttp's, requests' and gcsfs' errors."""
+
+    def __init__(self, **attributes):
+        super().__init__()
+        self.__dict__.update(attributes)

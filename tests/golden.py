@@ -10,7 +10,8 @@ from pathlib import Path
 
 from datatrove_ckpt import __version__
 
-FOLDER = Path(__file__).parent / "data/texts"
+DATA = Path(__file__).parent / "data"
+FOLDER = DATA / "texts"
 IS_WRITTEN = "DATATROVE_CKPT_WRITE_GOLDEN" in os.environ
 
 

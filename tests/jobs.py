@@ -9,7 +9,7 @@ from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.errors import DocumentFailed
+from datatrove_ckpt.errors import CkptError, DocumentFailed
 from datatrove_ckpt.inference.servers.server import InferenceServer, lease_gpus
 
 STOPS_SOON = {"server_patience_seconds": 0.1}
@@ -177,3 +177,34 @@ async def started_server(config):
         yield server
     finally:
         await server.stop()
+
+
+class Refusing(Budget):
+    """Counts what it refuses."""
+
+    refused = 0
+
+    def __call__(self, payload, times):
+        status = super().__call__(payload, times)
+        self.refused += status is not None
+        return status
+
+
+def in_pieces(folder, server, rollout, **changes):
+    """Runs the job, which ends after each answer, until it is done.
+
+    Returns the number of refused requests.
+    """
+    server._status = budget = Refusing()
+    for _ in range(99):
+        budget.left = 1
+        try:
+            run_job(folder, server, 2, rollout, **changes)
+        except CkptError:
+            continue
+        return budget.refused
+    raise AssertionError("it never ends")
+
+
+def all_of(number):
+    return [f"id {index}" for index in range(number)]

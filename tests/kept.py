@@ -19,6 +19,7 @@ from datatrove_ckpt.checkpoint.checksummed_lines import (
 )
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.journal import FinishedDocument
+from tests.yaml_jobs import read_rows
 
 
 def content_of(path):
@@ -98,3 +99,7 @@ def _cached(path):
         except (FileNotFoundError, sqlite3.DatabaseError):
             # Not yet there, or copied while it changed.
             return []
+
+
+def commits(folder, rank=0):
+    return read_rows(folder / "checkpoints" / f"{rank:05d}" / "commits.jsonl")

@@ -2,6 +2,7 @@
 answered.
 """
 
+import asyncio
 import shutil
 import signal
 import sqlite3
@@ -248,3 +249,17 @@ class Killed:
         code = process.wait()
         assert code in (0, -signal.SIGKILL), self.log.read_text()[-3000:]
         return code != 0
+
+
+async def one_pass():
+    for pause in PASSES.waits():
+        await asyncio.sleep(pause)
+
+
+async def ask_between_passes(document, generate):
+    """Between any two answers there is an upload to the mirror."""
+    await generate({"messages": [{"role": "user", "content": document.text}]})
+    await one_pass()
+    answer = await generate({"messages": [{"role": "user", "content": f"{document.text} again"}]})
+    await one_pass()
+    return answer

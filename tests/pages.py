@@ -134,3 +134,18 @@ def exit_codes(command):
     """Those that docs/cli.md says of a command, in order. Each has 0 and 2."""
     told = re.findall(r"Exit code (\d+(?: \+ n)?)", section("docs/cli.md", f"## {command}"))
     return sorted({"0", "2", *told}, key=lambda code: int(code.split()[0]))
+
+
+def write_documents(folder):
+    (folder / "documents").mkdir()
+    lines = (ROOT / "configs/quickstart_documents.jsonl").read_text().splitlines()
+    (folder / "documents/a.jsonl").write_text("\n".join(lines[:3]))
+
+
+ON_ONE_CORE = """import os, random
+if hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, {random.choice([*os.sched_getaffinity(0)])})
+"""
+"""llama.cpp's threads spin while they wait for each other: with fewer free cores than threads, a run
+takes many times as long.
+"""

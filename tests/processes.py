@@ -2,14 +2,18 @@
 their children.
 """
 
+import contextlib
 import os
+import queue
 import signal
 import subprocess
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
 from datatrove_ckpt.inference.servers.guardian import process_table
+from tests import processes
 from tests.patience import Patience
 
 
@@ -63,3 +67,50 @@ def write_program(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     path.chmod(0o755)
+
+
+class Process:
+    """A command in its own session, and its output."""
+
+    def __init__(self, argv, folder):
+        self.popen = processes.start(argv, cwd=folder, stdin=subprocess.DEVNULL)
+        self.log = ""
+        self._lines = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self):
+        assert self.popen.stdout is not None
+        with self.popen.stdout as lines:
+            for line in lines:
+                self._lines.put(line)
+
+    def until(self, text):
+        while text not in (line := self._lines.get(timeout=300)):
+            self.log += line
+        self.log += line
+
+    def end(self):
+        """Its exit code; ``left`` are those of its session who do not end with it."""
+        code = self.popen.wait(timeout=400)
+        self.left = processes.left_of(self.popen.pid, 10)
+        self._reader.join()
+        while not self._lines.empty():
+            self.log += self._lines.get()
+        return code
+
+    def ends_interrupted(self, number):
+        """With nobody left, no traceback, and one line on how to continue, the last one."""
+        assert self.end() == 128 + number
+        assert self.log.splitlines()[-1].startswith(
+            f"interrupted by {number.name}; what is finished is saved."
+        )
+        assert self.log.count("To resume: datatrove-ckpt run job.yaml") == 1
+        assert "Traceback" not in self.log
+        assert self.left == []
+
+
+def command_lines():
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            yield path.read_bytes()

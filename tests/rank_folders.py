@@ -2,6 +2,7 @@
 read many ranks.
 """
 
+import os
 import socket
 
 import orjson
@@ -15,6 +16,7 @@ from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.journal import FinishedDocument
 from datatrove_ckpt.common.counts import DocumentCounts, InputPosition, Seconds, WorkCounts
 from datatrove_ckpt.run_folder.run_location import RunLocation
+from datatrove_ckpt.run_folder.run_state import read_run_state
 
 ELSEWHERE = "node7"
 """A host that is not this one: nobody here can see its locks."""
@@ -161,3 +163,16 @@ def finish(folder):
 def place_at(checkpoints):
     """The place that a user names by its folder."""
     return RunLocation(str(checkpoints), checkpoints, [str(checkpoints)])
+
+
+def together(folder):
+    """The numbers of all tasks and attempts."""
+    return read_run_state(place_at(folder / "checkpoints")).together
+
+
+def grow_old(folder, seconds):
+    """As if so much time had passed since what is in the folder was written."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            at = path.stat().st_mtime - seconds
+            os.utime(path, (at, at))

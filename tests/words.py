@@ -18,3 +18,9 @@ def write_tokenizer(folder, more=()):
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     return str(folder)
+
+
+LOOP = "a word " * 90
+
+
+REFUSAL = "I'm sorry, but I can't assist with that."

@@ -28,7 +28,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datatrove_ckpt.torch import EverySteps, Mix, Pack, ReaderDataset, TrainingCheckpoints
 from tests.real.loops import write_rows
-from tests.real.test_training_checkpoints import Ranks, losses_of
+from tests.real.training_ranks import Ranks, losses_of
 
 ROWS = 600
 STEPS = 60

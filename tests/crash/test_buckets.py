@@ -18,11 +18,10 @@ from datatrove_ckpt.checkpoint import open_checkpoint
 from datatrove_ckpt.executors import local
 from datatrove_ckpt.output import output_folder
 from datatrove_ckpt.readers import JsonlReader
-from tests.crash.test_hub import crashing_client
-from tests.crash.test_mirror import ask_twice
 from tests.crashes import EFFECTS
+from tests.hub.crashes import crashing_client
 from tests.jobs import runner
-from tests.mirrors import ONE_BY_ONE, PASSES, answered, in_newest_version
+from tests.mirrors import ONE_BY_ONE, PASSES, answered, ask_between_passes, in_newest_version
 
 pytestmark = [
     pytest.mark.usefixtures("code_described_once"),
@@ -59,7 +58,9 @@ def attempt(folder, server):
     name = "${rank}_${chunk_index}.jsonl"
     writer = JsonlWriter(f"{BUCKET}/output", name, compression=None)
     mirror = {"checkpoints_remote_dir": f"{BUCKET}/mirror", "mirror_seconds": 0}
-    step = runner(folder, server, ask_twice, config=ONE_BY_ONE, output_writer=writer, **mirror)
+    step = runner(
+        folder, server, ask_between_passes, config=ONE_BY_ONE, output_writer=writer, **mirror
+    )
     job = LocalPipelineExecutor(
         [JsonlReader(f"{BUCKET}/input"), step], logging_dir=f"{BUCKET}/logs"
     )

@@ -22,22 +22,20 @@ from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.testing import FakeServer
 from tests.crashes import (
     EFFECTS,
+    OF_FILES,
     CopyingDisk,
+    answered,
     assert_same_output_after_crash,
+    committed,
     copy_tree,
     disk_in_place,
 )
 from tests.disk_errors import assert_same_output_after_disk_errors
 from tests.histories import read_history
 from tests.jobs import documents, run_job, runner, the_first_last, writer
-from tests.mirrors import known_ordinals
 from tests.power_loss import CopyingPowerLossDisk, PowerLossDisk
 
 pytestmark = pytest.mark.usefixtures("code_described_once")
-
-# Those that change what a file holds or is called. A kill before a sync leaves what one before the
-# next effect leaves.
-OF_FILES = ("create", "write", "rename", "link", "truncate", "remove", "commit")
 
 
 @pytest.fixture(autouse=True)
@@ -77,10 +75,6 @@ def out_of_order(server, number):
     return attempt
 
 
-def committed(log):
-    return log.read_bytes().count(b"\n") if log.exists() else 0
-
-
 def assert_out_of_order(attempt, folder):
     """Checks that an undisturbed attempt commits out of order; otherwise the proof below covers a
     simpler job.
@@ -91,14 +85,6 @@ def assert_out_of_order(attempt, folder):
     log = apart / "checkpoints" / "00000" / "commits.jsonl"
     order = [*read_commits(log)]
     assert order != sorted(order)
-
-
-def answered(folder):
-    """Returns what is answered according to cache, journals and commits, for documents whose text
-    is their ordinal.
-    """
-    finished, cached = known_ordinals(folder / "checkpoints" / "00000")
-    return Counter(f"text {ordinal}" for ordinal in finished | cached.keys())
 
 
 @pytest.mark.timeout(900)

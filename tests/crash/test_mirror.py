@@ -2,7 +2,6 @@
 the same bytes.
 """
 
-import asyncio
 import re
 import shutil
 from collections import Counter
@@ -17,26 +16,18 @@ from datatrove_ckpt.mirror import manifests
 from datatrove_ckpt.mirror.manifests import VersionStore, VersionWriter
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer
-from tests.crash.test_every_effect import OF_FILES
-from tests.crashes import EFFECTS, REMOTE_EFFECTS, assert_same_output_after_crash
+from tests.crashes import EFFECTS, OF_FILES, REMOTE_EFFECTS, assert_same_output_after_crash
 from tests.jobs import documents, rejects, runner
-from tests.mirrors import ONE_BY_ONE, PASSES, Job, assert_not_asked_again, in_newest_version, up_to
+from tests.mirrors import (
+    ONE_BY_ONE,
+    PASSES,
+    Job,
+    ask_between_passes,
+    assert_not_asked_again,
+    in_newest_version,
+    up_to,
+)
 from tests.yaml_jobs import write_input
-
-
-async def one_pass():
-    for pause in PASSES.waits():
-        await asyncio.sleep(pause)
-
-
-async def ask_twice(document, generate):
-    """Between any two answers there is an upload to the mirror."""
-    await generate({"messages": [{"role": "user", "content": document.text}]})
-    await one_pass()
-    answer = await generate({"messages": [{"role": "user", "content": f"{document.text} again"}]})
-    await one_pass()
-    return answer
-
 
 pytestmark = pytest.mark.usefixtures("code_described_once")
 
@@ -71,7 +62,7 @@ def mirrored(folder, server, **changes):
         "config": ONE_BY_ONE,
         **changes,
     }
-    return runner(folder, server, ask_twice, **changes)
+    return runner(folder, server, ask_between_passes, **changes)
 
 
 def in_version(folder):

@@ -18,11 +18,10 @@ from datatrove_ckpt.rollouts import (
     JudgeRollout,
 )
 from datatrove_ckpt.testing import FakeServer
-from tests.crash.test_every_effect import OF_FILES
-from tests.crashes import assert_same_output_after_crash
-from tests.integration.test_typed_ways import PATHS
+from tests.crashes import OF_FILES, assert_same_output_after_crash
 from tests.jobs import chat, runner
 from tests.pages import blocks
+from tests.typed_answers import PATHS
 
 pytestmark = pytest.mark.usefixtures("code_described_once")
 

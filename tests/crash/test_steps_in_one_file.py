@@ -9,7 +9,7 @@ import datatrove_ckpt
 from datatrove_ckpt.checkpoint import open_checkpoint
 from datatrove_ckpt.testing import FakeServer
 from tests.crashes import EFFECTS, assert_same_output_after_crash
-from tests.integration.test_steps_in_one_file import STEPS, reply
+from tests.steps import STEPS, reply
 from tests.yaml_jobs import write_rows
 
 RENAMES = ("rename", "remove_tree", "remove", "link")

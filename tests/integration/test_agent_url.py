@@ -20,9 +20,9 @@ from datatrove_ckpt.generation.recorded_requests import noting
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.rollouts import Document
 from datatrove_ckpt.testing import FakeServer
-from tests.integration.test_typed_ways import embeddings
 from tests.jobs import FailsFirst, chat, letters, rejects, results, rows, run_job
 from tests.patience import until, until_async
+from tests.typed_answers import embeddings
 
 
 async def posted(url, payload, path="/chat/completions"):

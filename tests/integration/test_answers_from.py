@@ -12,16 +12,14 @@ from datatrove_ckpt.checkpoint.request_cache import read_answers
 from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, ConfigError, DocumentFailed
 from datatrove_ckpt.run_folder.verify import verify
 from datatrove_ckpt.testing import outputs
-from tests.crash.test_every_effect import OF_FILES, committed
-from tests.crashes import assert_same_output_after_crash
+from tests.crashes import OF_FILES, assert_same_output_after_crash, committed
 from tests.jobs import chat, documents, runner
 from tests.kept import committed as ordinals_of
 from tests.make_release import run
 from tests.mirrors import known_ordinals
 from tests.patience import until_async
 from tests.rank_folders import place_at
-
-from .test_releases import NAMES, kept, restored
+from tests.releases import NAMES, kept, restored
 
 DOCUMENTS = 7
 

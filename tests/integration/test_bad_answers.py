@@ -11,14 +11,12 @@ from datatrove.pipeline.inference.types import InferenceError
 
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, ServerRefused
-from datatrove_ckpt.run_folder.run_state import read_run_state
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import Budget, ask, chat, documents, results, rows, run_job, runner
-from tests.rank_folders import place_at
+from tests.rank_folders import together
+from tests.words import LOOP, REFUSAL
 from tests.yaml_jobs import write_rows
 
-LOOP = "a word " * 90
-REFUSAL = "I'm sorry, but I can't assist with that."
 LONGER = {"retry": 1, "max_tokens": 2048}
 
 
@@ -53,11 +51,6 @@ def texts(folder):
         row["id"][-1]: [one["text"] for one in row["metadata"]["rollout_results"]]
         for row in rows(folder)
     }
-
-
-def together(folder):
-    """The numbers of all tasks and attempts."""
-    return read_run_state(place_at(folder / "checkpoints")).together
 
 
 @pytest.mark.matrix(

@@ -14,9 +14,9 @@ import datatrove_ckpt
 from datatrove_ckpt.readers import batch_files
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
-from tests.integration.test_typed_ways import embeddings
 from tests.jobs import rejects, rejects_documents, rows
 from tests.kept import until_kept
+from tests.typed_answers import embeddings
 
 CHAT = "/v1/chat/completions"
 

@@ -12,11 +12,11 @@ from datatrove_ckpt import InferenceConfig, InferenceError
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.generation import embedding_batches
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.integration.test_preemption import preempted
-from tests.integration.test_runner import commits
-from tests.integration.test_supervision import ENGINE
-from tests.integration.test_typed_ways import embeddings, vector_of
+from tests.engines import ENGINE
 from tests.jobs import Budget, documents, ids, letters, rows, run_job, runner
+from tests.kept import commits
+from tests.preempted import preempted
+from tests.typed_answers import embeddings, vector_of
 
 
 def texts_of(payload):

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from datatrove_ckpt.testing import FakeServer
 from tests import processes
-from tests.integration.test_server import command_lines
+from tests.processes import command_lines
 
 JOB = """
 import dill, json, os, sys

@@ -17,7 +17,6 @@ of every file) and test_queued_tasks.py.
 import argparse
 import fcntl
 import json
-import os
 import re
 import shutil
 import socket
@@ -37,15 +36,14 @@ from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.executors.kubernetes import KubernetesJob
 from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer
+from tests.golden import DATA, IS_WRITTEN
 from tests.jobs import Budget, documents, runner
 from tests.kept import content_of, edit
 from tests.patience import until
 from tests.settings_page import PAGE
 from tests.yaml_jobs import endpoint, job_yaml, write_job
 
-DATA = Path(__file__).parents[1] / "data"
 REFUSALS, NAMES = DATA / "contracts/refusals.txt", DATA / "contracts/names.json"
-IS_WRITTEN = "DATATROVE_CKPT_WRITE_GOLDEN" in os.environ
 TASKS = 2
 TEXTS = (("a", "b", "c", "d", "e"), ("f", "g", "h"))
 STEP = "--pipeline.1"

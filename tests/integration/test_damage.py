@@ -17,8 +17,7 @@ from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.layout import PUBLISHING, STAGING
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ServerUnavailable
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.crash.test_every_effect import OF_FILES
-from tests.crashes import CopyingDisk, copy_tree, disk_in_place
+from tests.crashes import OF_FILES, CopyingDisk, copy_tree, disk_in_place
 from tests.jobs import STOPS_SOON, documents, runner
 from tests.mirrors import ONE_BY_ONE, ask_twice
 from tests.power_loss import CopyingPowerLossDisk

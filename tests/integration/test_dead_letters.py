@@ -12,8 +12,7 @@ from datatrove_ckpt.errors import DocumentFailed, WorkerDied
 from datatrove_ckpt.executors.local import LocalPipelineExecutor as OurExecutor
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.crash.test_every_effect import OF_FILES
-from tests.crashes import assert_same_output_after_crash
+from tests.crashes import OF_FILES, assert_same_output_after_crash
 from tests.jobs import ask, documents, fails_at, ids, letters, rejects, run_job, runner
 from tests.yaml_jobs import endpoint, job_yaml, write_input, write_job
 

@@ -8,7 +8,7 @@ import sys
 import orjson
 import pytest
 
-from tests.unit.test_code_edits import rows
+from tests.code_edits import rows
 
 CHAT = r'{"messages": [{"role": "user", "content": \1}]})'
 

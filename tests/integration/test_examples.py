@@ -20,24 +20,20 @@ from datatrove_ckpt.cli.main import main, make_parser
 from datatrove_ckpt.cli.short_form import expand
 from datatrove_ckpt.testing import FakeServer
 from tests import processes
-from tests.integration.test_typed_ways import PATHS
 from tests.jobs import rows as written_rows
 from tests.pages import (
+    ON_ONE_CORE,
     ROOT,
     RUN_ELSEWHERE,
     blocks,
     commands,
     pages,
     torch_examples,
+    write_documents,
 )
+from tests.typed_answers import PATHS
 from tests.words import write_tokenizer
 from tests.yaml_jobs import endpoint, job_yaml, write_rows
-
-
-def write_documents(folder):
-    (folder / "documents").mkdir()
-    lines = (ROOT / "configs/quickstart_documents.jsonl").read_text().splitlines()
-    (folder / "documents/a.jsonl").write_text("\n".join(lines[:3]))
 
 
 @pytest.fixture
@@ -59,14 +55,6 @@ def examples(language):
 
 
 # python ------------------------------------------------------------------------------------------
-
-ON_ONE_CORE = """import os, random
-if hasattr(os, "sched_setaffinity"):
-    os.sched_setaffinity(0, {random.choice([*os.sched_getaffinity(0)])})
-"""
-"""llama.cpp's threads spin while they wait for each other: with fewer free cores than threads, a run
-takes many times as long.
-"""
 
 
 @pytest.mark.parametrize("block", examples("python"))

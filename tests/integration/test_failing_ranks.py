@@ -14,9 +14,9 @@ from datatrove_ckpt.errors import (
     StorageFailed,
 )
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.integration.test_preemption import DRAINS, when_logged
 from tests.jobs import STOPS_SOON, chat, config, documents, rejects, run_job, runner
 from tests.patience import until_async
+from tests.preempted import DRAINS, when_logged
 
 DOCUMENTS, AT_ONCE = 40, 20
 

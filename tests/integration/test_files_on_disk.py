@@ -25,14 +25,13 @@ from datatrove_ckpt.output.document_codec import encode
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer
 from tests.disk_shapes import shapes_of, shapes_of_all_writes
+from tests.golden import DATA, IS_WRITTEN
 from tests.jobs import documents, runner
 from tests.kept import content_of
 from tests.make_release import BAD, RELEASES, STOP, is_about, run, write_input
 from tests.provider import FakeProvider
+from tests.releases import NEWEST
 from tests.yaml_jobs import write_input as write_texts
-
-from .test_contracts import DATA, IS_WRITTEN
-from .test_releases import NEWEST
 
 pytestmark = pytest.mark.xdist_group("files on disk")
 FILES = DATA / "contracts/files.json"

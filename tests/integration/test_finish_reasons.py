@@ -10,8 +10,9 @@ from datatrove.data import Document
 from datatrove_ckpt.errors import ConfigError, ServerRefused
 from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer
-from tests.integration.test_bad_answers import LOOP, REFUSAL, together
 from tests.jobs import chat, rejects, results, rows, run_job, runner
+from tests.rank_folders import together
+from tests.words import LOOP, REFUSAL
 
 ONE_BY_ONE = {"max_concurrent_documents": 1, "max_concurrent_generations": 1}
 ACCEPTS = {**ONE_BY_ONE, "accept_null_finish_reason": True}

@@ -10,8 +10,7 @@ import pytest
 from datatrove_ckpt import InferenceError, LocalPipelineExecutor
 from datatrove_ckpt.errors import DocumentFailed, TooManyDeadLetters
 from tests.jobs import chat, documents, runner
-
-from .test_requests_as_given import recording  # noqa: F401
+from tests.recording import recording  # noqa: F401
 
 SENT, IN_ENVIRONMENT = "Bearer canary-of-payload", "canary-of-environment"
 PAYLOAD = chat("x", extra_headers={"Authorization": SENT})

@@ -25,17 +25,16 @@ from datatrove_ckpt.inference.client.routing import Request
 from datatrove_ckpt.inference.servers import continuation, host
 from datatrove_ckpt.inference.servers.continuation import find_continuation
 from datatrove_ckpt.inference.servers.host import close_warm_servers
-from datatrove_ckpt.testing import outputs
 from tests import processes
 from tests.clients import Sleeps, client_of
 from tests.clients import config as client_config
+from tests.half_answers import JOB, answered, tokens_in
 from tests.jobs import chat, run_job
 from tests.patience import until
 from tests.token_server import TokenServer, write_vllm
 
 INTERVAL = 4
 PLACES = 2
-CACHE = "checkpoints/00000/replay.sqlite3"
 LENGTHS = {"text 0": 11, "text 1": 6, "text 2": 14}
 SETTINGS = {"half_answers": True, "max_concurrent_generations": PLACES}
 
@@ -77,50 +76,9 @@ class HeldServer(TokenServer):
                 await asyncio.sleep(0.001)
 
 
-def rows_in(folder):
-    """The rows of the request cache, as a kill at this moment leaves them."""
-    copy = folder.with_name(f"{folder.name} copied")
-    shutil.rmtree(copy, ignore_errors=True)
-    copy.mkdir()
-    for suffix in ("", "-wal"):
-        path = folder / f"{CACHE}{suffix}"
-        if path.exists():
-            shutil.copy(path, copy)
-    cache = RequestCache(copy / "replay.sqlite3")
-    found = {ordinal: cache.answers(ordinal) for ordinal, _ in cache.answer_counts()}
-    cache.close()
-    return found
-
-
-def tokens_in(folder):
-    """The saved tokens of each document, in pieces or as an answer."""
-    kept = {}
-    for ordinal, rows in rows_in(folder).items():
-        whole = [row for key, row in rows.items() if not key.is_piece]
-        pieces = [orjson.loads(row.result)["half"] for key, row in rows.items() if key.is_piece]
-        assert not (whole and pieces)
-        kept[ordinal] = sum(map(len, pieces))
-        if whole:
-            kept[ordinal] = orjson.loads(whole[0].result)["usage"]["completion_tokens"]
-    return kept
-
-
 def job(folder, server, **changes):
     settings = {**SETTINGS, **changes.pop("config", {})}
     run_job(folder, server, 3, ask_long, config=settings, records_per_chunk=9, **changes)
-
-
-def answered(folder):
-    """The output, without what a server says about its answers besides them."""
-    rows = [
-        orjson.loads(line)
-        for data in outputs(folder / "output").values()
-        for line in data.splitlines()
-    ]
-    for row in rows:
-        for result in row["metadata"]["rollout_results"]:
-            result["usage"].pop("completion_tokens_details")
-    return rows
 
 
 @pytest.fixture(scope="module")
@@ -175,39 +133,6 @@ def test_a_kill_before_each_token_loses_at_most_a_piece_of_each_answer(
             of_probe = sum(ids for ids in [2 * server.length] if kept < needed)
             assert server.generated - of_probe == needed - kept
         assert answered(folder) == expected
-
-
-JOB = """
-import sys
-from datatrove.data import Document
-from datatrove.pipeline.writers import JsonlWriter
-from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.inference.client import half_answers
-
-half_answers.STREAM_INTERVAL = 4
-folder, url = sys.argv[1:]
-
-
-async def ask_long(document, generate):
-    message = {"role": "user", "content": document.text}
-    return await generate({"messages": [message], "max_tokens": 2048, "temperature": 0})
-
-
-config = InferenceConfig(
-    "endpoint", "fake", endpoint_url=url, half_answers=True, max_concurrent_generations=2
-)
-writer = JsonlWriter(
-    folder + "/output", "${rank}_chunk_${chunk_index}.jsonl", compression=None
-)
-InferenceRunner(
-    ask_long,
-    config,
-    writer,
-    records_per_chunk=9,
-    checkpoints_local_dir=folder + "/checkpoints",
-    drain_seconds=600,
-).run([Document(text=f"text {index}", id=f"id {index}") for index in range(3)])
-"""
 
 
 def kill(command, folder, sent, hold):

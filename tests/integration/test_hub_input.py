@@ -1,10 +1,5 @@
 """Input on the hub: no file before the position is downloaded again."""
 
-import io
-
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import HfFileSystem
 
@@ -16,28 +11,11 @@ from datatrove_ckpt.readers import (
     position_state,
 )
 from datatrove_ckpt.torch import ReaderDataset
-from tests.unit.test_dataset_reader import resume
+from tests.unit.tables import parquet, resume
 
 pytestmark = pytest.mark.xdist_group("datasets")  # its import takes seconds
 
 REPOSITORY = "org/data"
-
-
-def parquet(first, count, size=10):
-    chance = np.random.default_rng(first)
-    rows = [
-        {"id": str(i), "text": f"{i} {chance.bytes(size).hex()}", "n": i}
-        for i in range(first, first + count)
-    ]
-    buffer = io.BytesIO()
-    pq.write_table(
-        pa.Table.from_pylist(rows),
-        buffer,
-        row_group_size=4,
-        compression="none",
-        use_dictionary=False,
-    )
-    return buffer.getvalue()
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_hub_input import parquet
 from tests.jobs import rows
+from tests.unit.tables import parquet
 from tests.yaml_jobs import endpoint, job_yaml
 
 pytestmark = pytest.mark.xdist_group("datasets")  # its import takes seconds

@@ -22,8 +22,7 @@ from datatrove_ckpt.checkpoint.open_checkpoint import Publisher
 from datatrove_ckpt.readers import JsonlReader, base, compressed
 from datatrove_ckpt.run_folder import earlier_runs
 from datatrove_ckpt.testing import FakeServer
-from tests.crash.test_every_effect import OF_FILES
-from tests.crashes import assert_same_output_after_crash
+from tests.crashes import OF_FILES, assert_same_output_after_crash
 from tests.jobs import ask, rows, runner
 from tests.patience import until
 from tests.yaml_jobs import endpoint, job_yaml

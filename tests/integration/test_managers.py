@@ -15,9 +15,9 @@ import pytest
 from datatrove_ckpt.inference.servers.guardian import descendants, process_table
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
-from tests.integration.test_kills import DOCUMENTS, IN_FLIGHT, JOB, QUESTIONS
 from tests.jobs import run_job
 from tests.kept import until_kept
+from tests.kill_job import DOCUMENTS, IN_FLIGHT, JOB, QUESTIONS
 from tests.patience import Patience, until
 from tests.yaml_jobs import write_tasks
 

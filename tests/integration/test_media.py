@@ -9,7 +9,6 @@ import dataclasses
 import io
 import json
 import os
-import random
 import shutil
 import signal
 import struct
@@ -29,23 +28,13 @@ from datatrove_ckpt.output.document_codec import as_read
 from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.rollouts.media import kind_of, resized
 from datatrove_ckpt.testing import FakeServer
-from tests.integration.test_preemption import DRAINS, signal_once, when_logged
 from tests.jobs import letters, rows, runner
 from tests.pages import ROOT
+from tests.pictures import media, picture
+from tests.preempted import DRAINS, signal_once, when_logged
 
 PDF = b"%PDF-1.7 a page"
 WAV = b"RIFF\x24\0\0\0WAVEfmt and sound"
-
-
-def picture(seed=0, size=(60, 40), form="PNG", **options):
-    noise = random.Random(seed).randbytes(size[0] * size[1] * 3)
-    made = io.BytesIO()
-    Image.frombytes("RGB", size, noise).save(made, form, **options)
-    return made.getvalue()
-
-
-def media(data, name="", **fields):
-    return Media(id=name, type=0, url=fields.pop("url", ""), media_bytes=data, **fields)
 
 
 def pages(number):

@@ -19,9 +19,8 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import chat, config, documents, letters, rejects, rejects_documents, rows, run_job
-
-from .test_models import runner as runner_of_both
-from .test_models import says
+from tests.two_models import runner as runner_of_both
+from tests.two_models import says
 
 
 @pytest.fixture

@@ -14,21 +14,12 @@ from datatrove_ckpt.errors import ConfigError, DocumentFailed, ServerStartFailed
 from datatrove_ckpt.testing import FakeServer
 from tests import jobs
 from tests.crashes import assert_same_output_after_crash
+from tests.engines import ENGINE
 from tests.histories import read_history
-from tests.integration.test_supervision import ENGINE
-from tests.jobs import chat, config, documents, letters, rows
+from tests.jobs import chat, documents, letters, rows
 from tests.patience import until_async
+from tests.two_models import runner, says
 from tests.yaml_jobs import job_yaml, write_job
-
-
-async def generate_and_judge(document, generate):
-    written = await generate(chat(f"Write {document.text}"))
-    judged = await generate.judge(chat(f"Judge {written.text}"))
-    return {"text": written.text, "score": judged.text}
-
-
-def says(name):
-    return FakeServer(lambda payload, times: f"{name} on {payload['messages'][-1]['content']}")
 
 
 @pytest.fixture
@@ -41,15 +32,6 @@ def writes():
 def judges():
     with says("judge") as server:
         yield server
-
-
-def runner(folder, writes, judges, rollout=generate_and_judge, **changes):
-    """``writer`` and ``judge`` hold changes to their configs."""
-    models = {
-        "writer": config(writes, **changes.pop("writer", {})),
-        "judge": config(judges, **changes.pop("judge", {})),
-    }
-    return jobs.runner(folder, models, rollout, **changes)
 
 
 @pytest.mark.matrix("step", [17, 1])

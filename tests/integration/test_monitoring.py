@@ -4,7 +4,7 @@ import asyncio
 
 from datatrove_ckpt.config import MonitoringConfig
 from tests.jobs import ask, documents, runner
-from tests.unit.test_metrics import PORT, get, host, samples, waited_for
+from tests.metrics import PORT, get, host, samples, waited_for
 
 __all__ = ["host"]
 

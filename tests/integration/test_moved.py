@@ -22,9 +22,8 @@ from tests.crashes import CopyingDisk, disk_in_place
 from tests.kept import content_of, edit
 from tests.make_release import TEXTS, run
 from tests.rank_folders import place_at
+from tests.releases import NAMES, NEWEST, kept, restored
 from tests.yaml_jobs import endpoint, job_yaml, write_job
-
-from .test_releases import NAMES, NEWEST, kept, restored
 
 REST = {"Rewrite: stop": 1, "Rewrite: b4": 2}
 """What task 1 of a release asks that goes on."""

@@ -7,8 +7,7 @@ import pickle
 import pytest
 
 from datatrove_ckpt.errors import CkptError, DocumentFailed, DocumentNotSerializable
-from tests.integration.test_whose_fault import all_of
-from tests.jobs import ask, documents, ids, letters, rows, run_job, runner
+from tests.jobs import all_of, ask, documents, ids, letters, rows, run_job, runner
 
 
 class Mute(Exception):

@@ -13,9 +13,9 @@ from datatrove_ckpt.common.redaction import remember
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.generation import once
 from datatrove_ckpt.rollouts import CallFailed
-from tests.integration.test_preemption import when_logged
 from tests.jobs import FailsFirst, ask, results, run_job
 from tests.patience import until_async
+from tests.preempted import when_logged
 
 
 async def doubled(text):

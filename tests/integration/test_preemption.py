@@ -10,12 +10,10 @@ import shutil
 import signal
 import threading
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from datatrove.data import Document
-from loguru import logger
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
@@ -25,66 +23,12 @@ from datatrove_ckpt.inference.servers import guardian
 from datatrove_ckpt.output.chunk_writing import ChunkOutput
 from datatrove_ckpt.process import preemption, shutdown
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.integration.test_supervision import ENGINE, engines, lines
+from tests.engines import ENGINE, engines, lines
 from tests.jobs import ask, documents, run_job, runner, writer
 from tests.patience import until_async
+from tests.preempted import DRAINS, preempted, send_signal, signal_once, when_logged
 
-DRAINS = "requests in flight have"
 SIGNALS = [signal.Signals[name] for name in shutdown.SIGNALS]
-
-
-def send_signal(number=signal.SIGTERM):
-    os.kill(os.getpid(), number)
-
-
-@contextmanager
-def when_logged(text, action):
-    """Does something once a line with this text is logged."""
-    todo = [action]
-    handler = logger.add(lambda line: todo.pop()() if text in line and todo else None)
-    try:
-        yield
-    finally:
-        logger.remove(handler)
-
-
-@contextmanager
-def signal_once(condition, sent=signal.SIGTERM):
-    """Sends this process a signal."""
-
-    def watch():
-        while not condition():
-            time.sleep(0.001)
-        send_signal(sent)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    yield
-    thread.join()
-
-
-def preempted(
-    step,
-    number,
-    server,
-    asked,
-    draining=None,
-    sent=signal.SIGTERM,
-    end=Preempted,
-    match=None,
-):
-    """Runs so many documents, and is signalled once so many requests are asked.
-
-    Args:
-        draining: what happens while requests are waited for: the server answers.
-    """
-    once_asked = signal_once(lambda: len(server.payloads) >= asked, sent)
-    with (
-        once_asked,
-        when_logged(DRAINS, draining or server.release),
-        pytest.raises(end, match=match),
-    ):
-        step.run(documents(number))
 
 
 async def plain(document, generate):

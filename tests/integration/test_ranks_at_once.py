@@ -26,13 +26,11 @@ from datatrove_ckpt.process.workers import TaskList
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import jobs
+from tests.engines import SCRIPT, asked, engines
 from tests.histories import read_history
-from tests.integration.test_signals import Process
-from tests.integration.test_supervision import asked, engines
-from tests.integration.test_warm_servers import SCRIPT
 from tests.kept import until_kept
 from tests.patience import until, until_async
-from tests.processes import is_alive
+from tests.processes import Process, is_alive
 
 
 @pytest.fixture(autouse=True)

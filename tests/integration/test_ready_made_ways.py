@@ -13,14 +13,13 @@ import pytest
 from datatrove.pipeline.writers import ParquetWriter
 
 from datatrove_ckpt.config.inference_config import ENGINES
-from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.run_identity import answering_flags
 from datatrove_ckpt.rollouts import ChunkedRollout, ClassifyRollout, EmbedRollout, JudgeRollout
 from datatrove_ckpt.testing import FakeServer
-from tests.integration.test_examples import write_documents
-from tests.integration.test_typed_ways import PATHS, all_ways
-from tests.jobs import Budget, rows, run_job, runner
-from tests.pages import ROOT, blocks
+from tests.jobs import in_pieces, rows, run_job, runner
+from tests.pages import ROOT, blocks, write_documents
+from tests.typed_answers import PATHS, all_ways
 
 pytestmark = pytest.mark.usefixtures("code_described_once")
 
@@ -43,33 +42,6 @@ def parquet(folder):
     return ParquetWriter(
         str(folder / "output"), "${rank}_${chunk_index}.parquet", expand_metadata=True
     )
-
-
-class Refusing(Budget):
-    """Counts what it refuses."""
-
-    refused = 0
-
-    def __call__(self, payload, times):
-        status = super().__call__(payload, times)
-        self.refused += status is not None
-        return status
-
-
-def in_pieces(folder, server, rollout, **changes):
-    """Runs the job, which ends after each answer, until it is done.
-
-    Returns the number of refused requests.
-    """
-    server._status = budget = Refusing()
-    for _ in range(99):
-        budget.left = 1
-        try:
-            run_job(folder, server, 2, rollout, **changes)
-        except CkptError:
-            continue
-        return budget.refused
-    raise AssertionError("it never ends")
 
 
 @pytest.mark.matrix(("rollout", "requests"), ROLLOUTS)

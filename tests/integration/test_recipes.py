@@ -17,11 +17,11 @@ import pytest
 
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
-from tests.integration.test_tutorial import RECIPES, here_instead, of, type_in, write_files
 from tests.jobs import rows
 from tests.kept import answers_kept
 from tests.pages import blocks, section
 from tests.patience import until
+from tests.typed_in import RECIPES, here_instead, of, type_in, write_files
 
 CODE, SEARCH, BEST = "Code with tests", "Search", "Best of n"
 TOOLS = {CODE: "run_tests", BEST: "passes"}

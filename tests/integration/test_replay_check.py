@@ -27,8 +27,7 @@ from datatrove_ckpt.generation import recorded_documents, replay
 from datatrove_ckpt.generation.recorded_documents import RecordedDocuments
 from datatrove_ckpt.readers import JsonlReader
 from tests.jobs import chat, documents, results, run_job, runner
-
-ONE = {"max_concurrent_documents": 1}
+from tests.replays import ONE, first_then, go_on, recorded, says_word, start
 
 
 @pytest.fixture
@@ -37,38 +36,6 @@ def lines():
     number = logger.add(lambda message: found.append(str(message)), level="DEBUG")
     yield found
     logger.remove(number)
-
-
-def first_then(number, rollout):
-    """The rollout, which fails at the document of this number until ``WORDS`` are changed."""
-
-    async def stops(document, generate):
-        if document.id == f"id {number}" and "stop" in os.environ:
-            raise RuntimeError("not yet")
-        return await rollout(document, generate)
-
-    return stops
-
-
-async def says_word(document, generate):
-    return await generate(chat(f"{document.text} {os.environ.get('WORD')}"))
-
-
-def start(folder, server, rollout, monkeypatch, number=6, **changes):
-    """An attempt that fails at the last document, so that the next one goes on."""
-    changes.setdefault("config", ONE)
-    monkeypatch.setenv("stop", "1")
-    with pytest.raises(DocumentFailed, match="not yet"):
-        run_job(folder, server, number, first_then(number - 1, rollout), **changes)
-    monkeypatch.delenv("stop")
-
-
-def go_on(folder, server, rollout, number=6, **changes):
-    run_job(folder, server, number, first_then(number - 1, rollout), **changes)
-
-
-def recorded(folder):
-    return sorted((folder / "checkpoints" / "recorded").glob("[0-9a-f]*.json"))
 
 
 def void(folder):

@@ -11,7 +11,7 @@ from datatrove_ckpt.common.threads import in_threads
 from datatrove_ckpt.generation import replay
 from datatrove_ckpt.generation.recorded_documents import RecordedDocuments
 from tests.crashes import copy_tree
-from tests.integration.test_replay_check import go_on, recorded, says_word, start
+from tests.replays import go_on, recorded, says_word, start
 from tests.unstable_rollouts import KINDS
 
 

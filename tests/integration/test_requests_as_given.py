@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 import orjson
 import pytest
-from aiohttp import web
 from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult as Theirs
 
@@ -20,47 +19,18 @@ from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.checkpoint.compare import compare
 from datatrove_ckpt.errors import ConfigError, DocumentFailed, ServerError, ServerRefused
 from datatrove_ckpt.generation.requests import hash_payload
-from datatrove_ckpt.testing import FakeServer
-from tests.integration.test_typed_ways import embeddings
 from tests.jobs import ask, chat, documents, results, rows, run_job, runner
+from tests.recording import recording
+from tests.typed_answers import embeddings
+
+__all__ = ["recording"]  # fixtures
+
 
 KEY = "Bearer k3y-of-a-header"
 BODY = {"temperature": 0.5, "chat_template_kwargs": {"z": 1, "a": 2}, "top_k": 5}
 HEADERS = {"authorization": KEY, "X-Org": "team-7-of-many", "user-agent": "mine"}
 QUERY = {"api-version": "2026-01", "beta": "true", "code": "q5e4r3y2-0"}
 EXTRAS = {"extra_body": BODY, "extra_headers": HEADERS, "extra_query": QUERY}
-
-
-class Recording(FakeServer):
-    """Keeps path, headers and body of each request, and quotes them in its errors.
-
-    ``said``: in place of an error. ``answers_probes``: answers a request with one word.
-    """
-
-    status = 200
-    said = b""
-    answers_probes = False
-
-    def __init__(self):
-        super().__init__()
-        self.requests = []
-
-    async def _answered(self, request):
-        body = await request.read()
-        self.requests.append((str(request.rel_url), request.headers, body))
-        if self.status == 200 or (self.answers_probes and b'"JSON"' in body):
-            return await super()._answered(request)
-        if self.status == 0:
-            request.transport.write(b"HTTP/1.1 no status\r\n\r\n")
-            request.transport.close()
-        error = {"error": f"{request.rel_url} {dict(request.headers)}"}
-        return web.Response(body=self.said or orjson.dumps(error), status=self.status or 500)
-
-
-@pytest.fixture
-def recording():
-    with Recording() as server:
-        yield server
 
 
 @pytest.fixture

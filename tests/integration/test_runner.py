@@ -30,12 +30,8 @@ from tests.jobs import (
     run_job,
     runner,
 )
+from tests.kept import commits
 from tests.patience import until_async
-from tests.yaml_jobs import read_rows
-
-
-def commits(folder, rank=0):
-    return read_rows(folder / "checkpoints" / f"{rank:05d}" / "commits.jsonl")
 
 
 async def until_journaled(folder, number):

@@ -23,7 +23,7 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.process.task_errors import safe_log
 from tests.clients import client_of, lent_client
 from tests.hub import pointed_at
-from tests.unit.test_client import BODY, answer, chat, http, never, reset, serving, then_close
+from tests.raw_server import BODY, answer, chat, http, never, reset, serving, then_close
 
 KEY, CODE, PASSWORD = "sk-canary-key-1234", "canary/code 5678", "canary:pass-9012"
 SHOWN = "canary"

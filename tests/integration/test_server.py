@@ -21,10 +21,10 @@ from datatrove_ckpt.inference.servers import server
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from tests import processes
 from tests.clients import client_of
-from tests.integration.test_supervision import SERVE
+from tests.engines import SERVE
 from tests.jobs import started_server
 from tests.patience import Patience, until_async
-from tests.processes import is_alive
+from tests.processes import command_lines, is_alive
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and prctl")
 
@@ -84,12 +84,6 @@ def custom(script, flags=None, **settings):
 
 def logs(folder="."):
     return list(Path(folder).glob("server_rank_*.log"))
-
-
-def command_lines():
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has ended
-            yield path.read_bytes()
 
 
 def family(file="pids"):

@@ -2,20 +2,17 @@
 
 import functools
 import os
-import queue
 import select
 import signal
-import subprocess
 import sys
-import threading
 import time
 
 import pytest
 
 from datatrove_ckpt.process import preemption
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests import processes
 from tests.patience import Patience, until
+from tests.processes import Process
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job, write_tasks
 
 DRAINS = "requests in flight have"
@@ -36,47 +33,6 @@ DOCUMENTS = 12
 
 def answer(payload, times):
     return f"answer to {payload['messages'][-1]['content']}"
-
-
-class Process:
-    """A command in its own session, and its output."""
-
-    def __init__(self, argv, folder):
-        self.popen = processes.start(argv, cwd=folder, stdin=subprocess.DEVNULL)
-        self.log = ""
-        self._lines = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self):
-        assert self.popen.stdout is not None
-        with self.popen.stdout as lines:
-            for line in lines:
-                self._lines.put(line)
-
-    def until(self, text):
-        while text not in (line := self._lines.get(timeout=300)):
-            self.log += line
-        self.log += line
-
-    def end(self):
-        """Its exit code; ``left`` are those of its session who do not end with it."""
-        code = self.popen.wait(timeout=400)
-        self.left = processes.left_of(self.popen.pid, 10)
-        self._reader.join()
-        while not self._lines.empty():
-            self.log += self._lines.get()
-        return code
-
-    def ends_interrupted(self, number):
-        """With nobody left, no traceback, and one line on how to continue, the last one."""
-        assert self.end() == 128 + number
-        assert self.log.splitlines()[-1].startswith(
-            f"interrupted by {number.name}; what is finished is saved."
-        )
-        assert self.log.count("To resume: datatrove-ckpt run job.yaml") == 1
-        assert "Traceback" not in self.log
-        assert self.left == []
 
 
 class Job:

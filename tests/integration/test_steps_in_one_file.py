@@ -25,33 +25,14 @@ from datatrove_ckpt.run_folder import queries
 from datatrove_ckpt.run_folder.steps import STEPS as STEPS_FILE
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
-from tests.integration.test_supervision import ENGINE
+from tests.engines import ENGINE
 from tests.jobs import rejects
 from tests.pages import ROOT
 from tests.processes import is_alive, write_program
+from tests.steps import STEPS, reply
 from tests.yaml_jobs import write_rows
 
 ROWS = [{"id": f"id {n:02d}", "text": f"text {n}", "topic": f"topic {n % 3}"} for n in range(12)]
-STEPS = {
-    "answers": {"input": "docs.jsonl", "prompt": "Answer: {text}"},
-    "judged": {"input": "answers", "prompt": "Judge: {answer}", "answer": "rating"},
-    "best": {"sql": "select id, topic, answer from judged where rating = 'good'"},
-    "topics": {
-        "input": {
-            "sql": "select topic as id, string_agg(answer, ' ' order by id) as text "
-            "from judged where rating = 'good' group by topic"
-        },
-        "prompt": "Sum up: {text}",
-    },
-    "rejected": {"sql": "select id from answers anti join best using (id)"},
-}
-
-
-def reply(payload, times):
-    question = payload["messages"][-1]["content"]
-    if question.startswith("Judge"):
-        return "good" if int(question.split()[-1]) % 4 else "bad"
-    return f"answer to {question}"
 
 
 @pytest.fixture(autouse=True)

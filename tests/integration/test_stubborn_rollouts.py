@@ -13,9 +13,8 @@ import pytest
 
 from datatrove_ckpt.errors import DocumentFailed
 from datatrove_ckpt.process import preemption
-from tests.integration.test_signals import Process
-from tests.integration.test_whose_fault import all_of
-from tests.jobs import ask, ids, run_job
+from tests.jobs import all_of, ask, ids, run_job
+from tests.processes import Process
 from tests.yaml_jobs import endpoint, job_yaml, write_job
 
 pytestmark = pytest.mark.slow

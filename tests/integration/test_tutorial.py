@@ -1,12 +1,10 @@
 """docs/tutorial.md, docs/recipes.md and docs/tasks.md, line by line, as a person types them."""
 
 import json
-import os
 import re
 import shlex
 import shutil
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,44 +12,14 @@ from PIL import Image
 
 from datatrove_ckpt.run_folder.documents import OutputPath
 from datatrove_ckpt.testing import FakeServer
-from tests import processes
-from tests.integration.test_examples import ON_ONE_CORE, write_documents
-from tests.integration.test_typed_ways import PATHS
-from tests.pages import ROOT, blocks, section
+from tests.pages import ROOT, blocks, write_documents
+from tests.typed_answers import PATHS
+from tests.typed_in import RECIPES, TASKS, TUTORIAL, here_instead, of, printed, type_in, write_files
 from tests.yaml_jobs import write_rows
 
-TUTORIAL, RECIPES, TASKS = "docs/tutorial.md", "docs/recipes.md", "docs/tasks.md"
 REFUSED = "datatrove-ckpt run facts.yaml --prompt 'Give this text a title: {text}'"
 ENDS_WITH = {"timeout -s KILL 10 datatrove-ckpt run facts.yaml": 137, REFUSED: 1}
 """Lines of the tutorial that are to fail, with their exit codes."""
-
-
-def write_files(page, server=None):
-    """The files that a page shows: examples that begin with the file's name, as a comment.
-
-    Args:
-        server: takes the place of the addresses in them.
-    """
-    for block in blocks(page=page):
-        if name := re.match(r"# (\S+)\n", block.text):
-            text = here_instead(block.text, server) if server else block.text
-            Path(name[1]).write_text(text)
-
-
-def type_in(line, code=0):
-    """What a shell prints for it. It must end with this exit code."""
-    environment = {
-        **os.environ,
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-    }
-    shell = ["bash", "-c", f"{line}\nexit $?"]
-    return printed(shell, code, env=environment, preexec_fn=partial(exec, ON_ONE_CORE, {}))
-
-
-def printed(line, code, **options):
-    ended = processes.run(line, **options)
-    assert ended.returncode == code, f"{line} ended with {ended.returncode}: {ended.stderr}"
-    return ended.stdout + ended.stderr
 
 
 @pytest.mark.slow
@@ -91,16 +59,6 @@ def test_the_tutorial_runs_as_typed(here):
 
 def headings():
     return re.findall(r"^## (.*)$", (ROOT / RECIPES).read_text(), re.MULTILINE)
-
-
-def of(heading):
-    text = section(RECIPES, f"## {heading}")
-    return [block for block in blocks("bash", RECIPES) if block.text in text]
-
-
-def here_instead(text, server):
-    text = re.sub("http://127.0.0.1:8(000|888)", server.url, text)
-    return re.sub("(my|other)-model", "fake", text)
 
 
 def run_line(line, code=0):

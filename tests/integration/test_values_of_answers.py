@@ -12,9 +12,8 @@ from datatrove_ckpt.errors import ConfigError, DocumentFailed
 from datatrove_ckpt.rollouts import InvalidAnswer, JudgeRollout, PromptRollout
 from datatrove_ckpt.run_folder.documents import OutputPath
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.integration.test_finish_reasons import together
-from tests.integration.test_ready_made_ways import in_pieces
-from tests.jobs import chat, documents, results, rows, run_job, runner
+from tests.jobs import chat, documents, in_pieces, results, rows, run_job, runner
+from tests.rank_folders import together
 from tests.yaml_jobs import write_rows
 
 SCHEMA = {"type": "object", "required": ["score"], "properties": {"score": {"type": "integer"}}}

@@ -20,25 +20,16 @@ from datatrove.data import Document
 from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
 from datatrove.pipeline.readers import JsonlReader
 
-from datatrove_ckpt import InferenceConfig, LocalPipelineExecutor
+from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.errors import DocumentFailed
 from datatrove_ckpt.inference.servers import host, server
 from datatrove_ckpt.inference.servers.guardian import process_table
 from datatrove_ckpt.inference.servers.host import close_warm_servers
 from datatrove_ckpt.testing import outputs
 from tests import jobs
-from tests.integration.test_supervision import ENGINE, engines, lines
+from tests.engines import SCRIPT, engines, lines, run, runner
 from tests.patience import until
 from tests.processes import is_alive
-
-# Its answers are the same whoever gives them. It notes which engines are alive when it starts.
-SCRIPT = ENGINE.replace('f"{os.getpid()} says', 'f"says').replace(
-    'with open("engines", "a")',
-    """others = open("engines").read().split() if os.path.exists("engines") else []
-with open("alive", "a") as alive:
-    alive.write(f"{sum(os.path.exists('/proc/' + pid) for pid in others[::2])}\\n")
-with open("engines", "a")""",
-)
 
 
 @pytest.fixture(autouse=True)
@@ -46,23 +37,6 @@ def _in_tmp_path(here, monkeypatch, policy):
     monkeypatch.setattr("tempfile.tempdir", str(here))
     policy("RESTART", first=0.01)
     Path("engine.py").write_text(SCRIPT)
-
-
-def runner(folder="job", rollout=jobs.ask, **settings):
-    settings = {"server_type": "custom", "server_stop_timeout_sec": 5.0, **settings}
-    if settings["server_type"] == "custom":
-        settings.setdefault("model_kwargs", {"server_script": "engine.py"})
-    config = InferenceConfig(model_name_or_path="m", **settings)
-    # Absolute, because fsspec keeps one file system for equal paths, and each test has another
-    # working directory.
-    return jobs.runner(Path(folder).absolute(), config, rollout)
-
-
-def run(rank, *texts, **settings):
-    documents = [
-        Document(text=text, id=f"{rank}-{index}") for index, text in enumerate(texts or ("a", "b"))
-    ]
-    runner(**settings).run(documents, rank, 9)
 
 
 def running():
@@ -195,7 +169,7 @@ import multiprocess
 from datatrove.data import Document
 sys.path.insert(0, {root!r})
 tempfile.tempdir = os.getcwd()
-from tests.integration.test_warm_servers import engines, run
+from tests.engines import engines, run
 from tests.processes import is_alive
 def two_ranks():
     run(0)

@@ -11,8 +11,7 @@ from datatrove_ckpt.inference.client.responses import (
     api_for_payload,
 )
 from datatrove_ckpt.run_folder.run_state import read_run_state
-from tests.integration.test_ready_made_ways import in_pieces
-from tests.jobs import chat, rows, run_job
+from tests.jobs import chat, in_pieces, rows, run_job
 from tests.rank_folders import place_at
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}

@@ -25,13 +25,19 @@ from datatrove_ckpt.inference.client import client
 from datatrove_ckpt.inference.servers import host
 from datatrove_ckpt.testing import FakeServer
 from tests.histories import read_history
-from tests.jobs import STOPS_SOON, Budget, ask, documents, ids, letters, rejects, run_job, runner
+from tests.jobs import (
+    STOPS_SOON,
+    Budget,
+    all_of,
+    ask,
+    documents,
+    ids,
+    letters,
+    rejects,
+    run_job,
+    runner,
+)
 from tests.patience import until
-
-
-def all_of(number):
-    return [f"id {index}" for index in range(number)]
-
 
 # servers -----------------------------------------------------------------------------------------
 

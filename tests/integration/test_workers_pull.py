@@ -20,10 +20,9 @@ from datatrove_ckpt.claims.claims import DiskClaims
 from datatrove_ckpt.executors import local
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
-from tests.integration.test_signals import Process
 from tests.patience import until
-from tests.processes import is_stopped
-from tests.unit.test_claims import grow_old
+from tests.processes import Process, is_stopped
+from tests.rank_folders import grow_old
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_tasks
 
 TASKS, DOCUMENTS = 8, 5

@@ -28,7 +28,7 @@ def _the_tests_go_on(monkeypatch):
 
 @pytest.fixture
 def ranks():
-    from tests.real.test_training_checkpoints import Ranks
+    from tests.real.training_ranks import Ranks
 
     return Ranks()
 

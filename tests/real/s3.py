@@ -22,10 +22,15 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pytest
 import s3fs
+from datatrove.io import DataFolder
 
+from datatrove_ckpt.common import retrying
 from datatrove_ckpt.inference.servers.server import free_port
+from datatrove_ckpt.output import targets
 from tests import processes
+from tests.real import s3
 
 KEY, SECRET = "AKIATESTOFDATATROVECKPT", "wJalrXUtnFEMI-a-secret-of-the-tests"
 
@@ -378,3 +383,32 @@ def end(process, seconds):
         said, _ = process.communicate()
         raise AssertionError(f"still there after {seconds} s:\n{said}") from None
     return process.returncode, said, time.monotonic() - began
+
+
+PART = 5 << 20  # the least that S3 allows
+
+
+@pytest.fixture(scope="session")
+def weed(tmp_path_factory):
+    server = Weed(tmp_path_factory.mktemp("weed") / "data")
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def bucket(weed, request):
+    """A new one, so that no test sees another's uploads."""
+    return Bucket(weed, f"bucket-{abs(hash(request.node.nodeid)):x}"[:40])
+
+
+@pytest.fixture
+def relay(weed, monkeypatch):
+    """Where this process's clients, and those it starts, find S3."""
+    running = Relay(weed.port)
+    s3.in_this_environment(monkeypatch, running.url)
+    monkeypatch.setattr(targets, "PART_BYTES", PART)  # which the job sets, too
+    monkeypatch.setattr(retrying, "STORAGE", retrying.STORAGE)
+    DataFolder.clear_instance_cache()
+    yield running
+    running.stop()

@@ -9,9 +9,9 @@ import urllib.request
 import pytest
 
 from tests import processes
-from tests.integration.test_half_answers import JOB, answered, tokens_in
+from tests.half_answers import JOB, answered, tokens_in
 from tests.patience import until
-from tests.real.test_vllm import vllm_server
+from tests.real.vllm_servers import vllm_server
 
 pytestmark = pytest.mark.timeout(1800)
 

@@ -24,7 +24,7 @@ from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.torch import EverySteps, Last, TrainingCheckpoints, progress
 from datatrove_ckpt.torch import ranks as ranks_module
 from tests.patience import until
-from tests.real.test_training_checkpoints import called
+from tests.real.training_ranks import called
 
 LAYER = nn.Linear(2, 2)
 

@@ -18,7 +18,7 @@ from datatrove_ckpt.testing import FakeServer
 from tests import processes
 from tests.jobs import Budget, ids
 from tests.real import environment
-from tests.unit.test_identity import check_hashes, python
+from tests.user_modules import check_hashes, python
 from tests.yaml_jobs import write_input
 
 ROOT = Path(__file__).parents[2]

@@ -21,7 +21,7 @@ from datatrove_ckpt.inference.servers.host import parse_metrics
 from tests.jobs import rows, runner
 from tests.patience import until
 from tests.real import environment
-from tests.real.test_vllm import ENVIRONMENT, vllm_server
+from tests.real.vllm_servers import ENVIRONMENT, vllm_server
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("real_ready_window")]
 

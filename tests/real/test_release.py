@@ -13,7 +13,7 @@ import pytest
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import Budget, ids
 from tests.real import environment
-from tests.unit.test_identity import python
+from tests.user_modules import python
 from tests.yaml_jobs import write_rows
 
 ROOT = Path(__file__).parents[2]

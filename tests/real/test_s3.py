@@ -17,57 +17,31 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import s3fs
-from datatrove.io import DataFolder
 
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.common import retrying
 from datatrove_ckpt.errors import DocumentFailed, OutputFailed, OutputMismatch
-from datatrove_ckpt.output import targets
 from datatrove_ckpt.testing import outputs
 from tests.patience import until
-from tests.real import s3, s3_job
+from tests.real import s3_job
 from tests.real.s3 import (
     KEY,
+    PART,
     SECRET,
     Bucket,
-    Relay,
-    Weed,
+    bucket,
     end,
     environment,
     python,
+    relay,
+    weed,
 )
+
+__all__ = ["bucket", "relay", "weed"]  # fixtures
+
 
 # s3fs closes its sessions in the background, and a test that breaks connections leaves some to the
 # collector.
 pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.timeout(900)]
-
-PART = 5 << 20  # the least that S3 allows
-
-
-@pytest.fixture(scope="session")
-def weed(tmp_path_factory):
-    server = Weed(tmp_path_factory.mktemp("weed") / "data")
-    server.start()
-    yield server
-    server.kill()
-
-
-@pytest.fixture
-def bucket(weed, request):
-    """A new one, so that no test sees another's uploads."""
-    return Bucket(weed, f"bucket-{abs(hash(request.node.nodeid)):x}"[:40])
-
-
-@pytest.fixture
-def relay(weed, monkeypatch):
-    """Where this process's clients, and those it starts, find S3."""
-    running = Relay(weed.port)
-    s3.in_this_environment(monkeypatch, running.url)
-    monkeypatch.setattr(targets, "PART_BYTES", PART)  # which the job sets, too
-    monkeypatch.setattr(retrying, "STORAGE", retrying.STORAGE)
-    DataFolder.clear_instance_cache()
-    yield running
-    running.stop()
 
 
 @pytest.fixture

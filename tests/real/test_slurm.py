@@ -17,7 +17,7 @@ from datatrove.io import DataFolder
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.inference.servers.server import free_port
-from tests.integration.test_supervision import TWO_PART_VLLM
+from tests.engines import TWO_PART_VLLM
 from tests.patience import until
 from tests.processes import write_program
 from tests.real.cluster_job import DOCUMENTS, HELD, IN_FLIGHT, counting_server

@@ -16,7 +16,7 @@ from datatrove.data import Document
 from datatrove_ckpt.output.document_codec import as_read
 from tests.pages import blocks, torch_example
 from tests.patience import until
-from tests.real.test_training_checkpoints import kill, processes_below
+from tests.real.training_ranks import kill, processes_below
 
 DOCUMENTS = 97
 

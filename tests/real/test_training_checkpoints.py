@@ -9,7 +9,6 @@ import io
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import pickle
 import random
@@ -31,7 +30,6 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from loguru import logger
 from torch import nn
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -47,7 +45,6 @@ from datatrove_ckpt.errors import (
     Fenced,
     StorageFailed,
 )
-from datatrove_ckpt.inference.servers.server import free_port
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.torch import (
     Best,
@@ -69,8 +66,8 @@ from datatrove_ckpt.torch.training_history import read_events
 from tests.crashes import crash_at
 from tests.patience import Patience, until
 from tests.processes import is_alive
-from tests.real import train as script
 from tests.real.loops import Full, steps_in, write_rows
+from tests.real.training_ranks import flipped, join, kill, losses_of, processes_below
 from tests.training_rows import rows_of
 
 EVERY = 4
@@ -589,10 +586,6 @@ def test_a_step_that_was_copied_to_another_name_is_passed_over(tmp_path, warned)
     shutil.copytree(tmp_path / "step-00000004", tmp_path / "step-00000008")
     assert restored(tmp_path) == 4
     assert "is a copy of step-00000004" in warned[0]
-
-
-def flipped(data, place):
-    return data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :]
 
 
 @pytest.mark.parametrize("every", [61, pytest.param(1, marks=pytest.mark.full)])
@@ -1290,68 +1283,6 @@ def test_a_rollback_to_a_step_or_to_the_best(run):
 # several ranks -----------------------------------------------------------------------------------
 
 
-def of_rank(rank, size, port, variables, target, arguments):
-    """What a process of ``Ranks`` runs."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
-    os.environ |= {"MASTER_PORT": str(port), **variables}
-    logger.remove()
-    target(*arguments)
-
-
-def called(target, arguments):
-    torch.distributed.init_process_group("gloo")
-    target(torch.distributed.get_rank(), *arguments)
-    torch.distributed.destroy_process_group()
-
-
-class Ranks:
-    """The script, or a function, on several ranks, each a process."""
-
-    def __init__(self):
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([__name__])
-
-    def _start(self, size, variables, target, *arguments):
-        made = (size, free_port(), variables, target, arguments)
-        processes = [
-            self._context.Process(target=of_rank, args=(rank, *made)) for rank in range(size)
-        ]
-        for process in processes:
-            process.start()
-        return processes
-
-    def start(self, size, documents, run, steps, **variables):
-        run.mkdir(exist_ok=True)
-        return self._start(size, variables, script.main, documents, str(run), steps)
-
-    def run(self, *arguments, **variables):
-        join(self.start(*arguments, **variables))
-
-    def call(self, target, size, *arguments):
-        join(self.start_call(target, size, *arguments))
-
-    def start_call(self, target, size, *arguments):
-        return self._start(size, {}, called, target, arguments)
-
-
-def join(processes, code=0):
-    for process in processes:
-        process.join(300)
-    assert [process.exitcode for process in processes] == [code] * len(processes)
-
-
-def losses_of(run, rank=0):
-    """By step, those of the last time; each earlier time must have been the same up to a torn last
-    line.
-    """
-    found = {}
-    path = Path(run, f"losses-{rank}.jsonl")
-    for line in path.read_text().splitlines() if path.exists() else ():
-        step, *values = json.loads(line)
-        assert found.setdefault(step, values) == values
-    return found
-
-
 @pytest.mark.parametrize(
     "kills, steps, width",
     [
@@ -1515,22 +1446,6 @@ def test_a_signal_to_all_processes_saves_and_ends_soon(
     finally:
         kill([*processes_below(process.pid), *began], signal.SIGABRT)  # shows what hangs
         print(process.communicate()[1])
-
-
-def kill(pids, number=signal.SIGKILL):
-    for pid in pids:
-        with suppress(ProcessLookupError):  # the others have ended, and it with them
-            os.kill(pid, number)
-
-
-def processes_below(pid):
-    """The process, its children, and theirs."""
-    found = [pid]
-    for each in found:
-        with suppress(FileNotFoundError):
-            for children in Path(f"/proc/{each}/task").glob("*/children"):
-                found += map(int, children.read_text().split())
-    return found
 
 
 # states of which ranks have parts ----------------------------------------------------------------

@@ -33,7 +33,7 @@ from torch.distributed.tensor.parallel import (
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.torch import EverySteps, TrainingCheckpoints, sharded
 from tests.real.loops import steps_in
-from tests.real.test_training_checkpoints import flipped, join
+from tests.real.training_ranks import flipped, join
 
 LAYERS = 4
 STEPS = 7

@@ -9,34 +9,10 @@ import pytest
 from datatrove.data import Document
 
 from datatrove_ckpt.errors import OutputMismatch
-from tests.integration.test_owner import (
-    UNOWNED,
-    Place,
-    job,
-    servers,
-    start,
-    test_a_chunk_that_is_written_again_with_other_bytes_replaces_its_own_file,
-    test_a_committed_file_that_another_of_its_size_replaced_is_noticed,
-    test_a_moved_job_finds_the_files_of_another_one_and_replaces_none,
-    test_the_second_of_two_jobs_is_refused_before_it_asks_anything,
-    test_without_owners_a_job_replaces_no_file_of_another_one_in_any_order,
-    unowned,
-)
-from tests.real.test_s3 import bucket, relay, weed
+from tests.owners import SCENARIOS, UNOWNED, Place, job, servers, start, unowned
+from tests.real.s3 import bucket, relay, weed
 
-__all__ = [
-    "bucket",
-    "relay",
-    "servers",
-    "start",
-    "test_a_chunk_that_is_written_again_with_other_bytes_replaces_its_own_file",
-    "test_a_committed_file_that_another_of_its_size_replaced_is_noticed",
-    "test_a_moved_job_finds_the_files_of_another_one_and_replaces_none",
-    "test_the_second_of_two_jobs_is_refused_before_it_asks_anything",
-    "test_without_owners_a_job_replaces_no_file_of_another_one_in_any_order",
-    "unowned",
-    "weed",
-]
+__all__ = ["bucket", "relay", "servers", "start", "unowned", "weed"]
 
 pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.timeout(300)]
 
@@ -53,6 +29,11 @@ class S3Place(Place):
 @pytest.fixture
 def place(bucket, relay):
     return S3Place(bucket)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_two_jobs(scenario, tmp_path, place, servers, start, monkeypatch, command):
+    scenario(tmp_path, place, servers, start, monkeypatch, command)
 
 
 def ended_together(tmp_path, place, servers, documents, before=lambda: None):

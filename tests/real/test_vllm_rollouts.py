@@ -16,7 +16,7 @@ from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.rollouts import ChunkedRollout, CompletionRollout, PromptRollout
 from tests.jobs import rows, runner
 from tests.real import environment
-from tests.real.test_vllm import vllm_server
+from tests.real.vllm_servers import vllm_server
 
 pytestmark = [
     pytest.mark.full,

@@ -34,7 +34,7 @@ from datatrove_ckpt.inference.client.responses import api_for_path
 from tests.clients import lent_client
 from tests.real import environment
 from tests.real.faults import Attempts
-from tests.real.test_vllm import vllm_server
+from tests.real.vllm_servers import vllm_server
 from tests.real.ways_job import LABELS
 
 pytestmark = [pytest.mark.timeout(900)]

@@ -77,7 +77,7 @@ def texts(number):
 def documents(kind, number):
     found = [Document(text=text, id=f"doc-{n}") for n, text in enumerate(texts(number))]
     if kind == "picture":
-        from tests.integration.test_media import media, picture
+        from tests.pictures import media, picture
 
         for n, document in enumerate(found):
             document.media = [media(picture(n, (56, 40 + n)))]

@@ -19,8 +19,7 @@ from datatrove_ckpt.readers import (
     jsonl,
 )
 from datatrove_ckpt.readers.blocks import BlockInput
-from tests.unit.tables import reader_of, write_table
-from tests.unit.test_readers import ODD_LINES
+from tests.unit.tables import ODD_LINES, reader_of, write_table
 
 ROWS = [
     {

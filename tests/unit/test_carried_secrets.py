@@ -9,8 +9,7 @@ from datatrove.executor import SlurmPipelineExecutor
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.user_code import script_names
-from tests.unit.test_identity import as_main
-from tests.unit.test_pickled_code import step_of
+from tests.user_modules import as_main, step_of
 
 SECRETS = [
     "hunter2hunter2",

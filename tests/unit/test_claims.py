@@ -34,6 +34,7 @@ from datatrove_ckpt.claims.claims import (
 from datatrove_ckpt.common import LAUNCH
 from datatrove_ckpt.errors import CheckpointLocked
 from tests.crashes import CrashingDisk, disk_in_place
+from tests.rank_folders import grow_old
 
 RANKS = 4
 ATTEMPTS = 2
@@ -130,14 +131,6 @@ def _ends_all():
     yield
     while made:
         made.pop().die()
-
-
-def grow_old(folder, seconds):
-    """As if so much time had passed since what is in the folder was written."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            at = path.stat().st_mtime - seconds
-            os.utime(path, (at, at))
 
 
 # crash points ------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import socket
-import struct
 import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -36,6 +35,7 @@ from datatrove_ckpt.inference.client.routing import Request, Sender
 from datatrove_ckpt.inference.client.urls import HiddenUrl, beside, proxy_of
 from datatrove_ckpt.testing import FakeServer
 from tests.clients import Sleeps, client_of, turns
+from tests.raw_server import BODY, RawServer, answer, chat, http, never, reset, serving, then_close
 
 UNFINISHED_REASONS = [
     "",
@@ -51,50 +51,9 @@ UNFINISHED_REASONS = [
     "load",
     "incomplete",
 ]
-BODY = b'{"model": "m", "messages": []}'
 SHORTEST = b'{"model":"m","messages":[]}'  # with one word in place of each text
 ENDPOINT = {"server_type": "endpoint", "endpoint_url": "http://127.0.0.1:1"}
 CUSTOM = {"server_type": "custom", "model_kwargs": {"server_script": "x.py"}}
-
-
-def chat(content="hi", finish_reason="stop", **message):
-    choice = {"message": {"content": content, **message}, "finish_reason": finish_reason}
-    return json.dumps({"choices": [choice], "usage": {"total_tokens": 3}}).encode()
-
-
-def http(status, body, *headers):
-    lines = [
-        f"HTTP/1.1 {status} X",
-        "Content-Type: application/json",
-        f"Content-Length: {len(body)}",
-        *headers,
-    ]
-    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
-
-
-def answer(raw):
-    async def reply(server, writer):
-        writer.write(raw)
-
-    return reply
-
-
-def then_close(raw=b""):
-    async def reply(server, writer):
-        writer.write(raw)
-        writer.close()
-
-    return reply
-
-
-async def reset(server, writer):
-    linger = struct.pack("ii", 1, 0)  # close() then sends RST instead of FIN
-    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-    writer.close()
-
-
-async def never(server, writer):
-    await server.closing.wait()
 
 
 async def chunked(server, writer):
@@ -111,49 +70,6 @@ GOOD = answer(http(200, chat()))
 @pytest.fixture(autouse=True)
 def _probes_as_outside_of_tests(monkeypatch):
     monkeypatch.setattr("datatrove_ckpt.inference.client.client.PROBE_INTERVAL", PROBE_INTERVAL)
-
-
-class RawServer:
-    """Plays one reply per request, and the last one for all further requests."""
-
-    def __init__(self, *replies):
-        self.replies = list(replies)
-        self.requests = []
-        self.connections = 0
-        self.closing = asyncio.Event()
-        self.arrived = asyncio.Semaphore(0)
-        self.handlers = set()
-
-    async def handle(self, reader, writer):
-        self.connections += 1
-        task = asyncio.current_task()
-        self.handlers.add(task)
-        try:
-            while not writer.is_closing():
-                head = await reader.readuntil(b"\r\n\r\n")
-                size = int(head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0])
-                self.requests.append((head, await reader.readexactly(size)))
-                self.arrived.release()
-                reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
-                await reply(self, writer)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            writer.close()
-            self.handlers.discard(task)
-
-
-@asynccontextmanager
-async def serving(*replies, tls=None):
-    raw = RawServer(*replies)
-    listener = await asyncio.start_server(raw.handle, "127.0.0.1", 0, backlog=1000, ssl=tls)
-    try:
-        yield raw, f"http{'s' if tls else ''}://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-    finally:
-        raw.closing.set()
-        listener.close()
-        await listener.wait_closed()
-        await asyncio.gather(*raw.handlers)
 
 
 def config(**settings):

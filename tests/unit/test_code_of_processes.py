@@ -14,7 +14,7 @@ from datatrove_ckpt.user_code import statements
 from datatrove_ckpt.user_code.code_identity import code_identity
 from datatrove_ckpt.user_code.statements import digest
 from tests import processes
-from tests.unit.test_identity import as_main
+from tests.user_modules import as_main
 
 SCRIPT = """
 import argparse, functools, json, os, sys

@@ -6,8 +6,8 @@ import json
 import re
 
 from datatrove_ckpt.generation.prometheus import PREFIX
+from tests.metrics import exposition, metrics
 from tests.pages import ROOT, pages
-from tests.unit.test_metrics import exposition, metrics
 
 DASHBOARD = json.loads((ROOT / "configs/grafana_dashboard.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]

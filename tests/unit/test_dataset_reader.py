@@ -14,8 +14,7 @@ from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, ConfigE
 from datatrove_ckpt.readers import HuggingFaceDatasetReader, PositionedDocument, position_state
 from datatrove_ckpt.readers.inputs import Revisions
 from datatrove_ckpt.torch import Mix, Pack
-from tests.unit.tables import write_table
-from tests.unit.test_readers import rows
+from tests.unit.tables import resume, rows, write_table
 
 pytestmark = pytest.mark.xdist_group("datasets")  # its import takes seconds
 
@@ -161,12 +160,6 @@ def test_damage_in_the_middle_stops(tmp_path):
 
 
 # Another input -----------------------------------------------------------------------------------
-
-
-def resume(options, document, rank=0, tasks=1):
-    reader = HuggingFaceDatasetReader(**options)
-    reader.load_state_dict(position_state(document))
-    return list(reader.run(None, rank, tasks))
 
 
 def test_changed_files_of_a_stream_are_refused(tmp_path):

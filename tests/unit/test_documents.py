@@ -35,6 +35,7 @@ from datatrove_ckpt.output.document_codec import (
     write_for,
 )
 from datatrove_ckpt.output.file_names import FileNames
+from tests.unit.tables import plain, texts
 
 
 def through(value):
@@ -146,15 +147,6 @@ def test_what_cannot_be_kept_is_named():
         through(np.array([object()]))
     with pytest.raises(DocumentNotSerializable):
         encode(Document("lone surrogate \ud800", "id"))
-
-
-# That of a codec is tried for each character there is: three seconds.
-texts = st.text(st.characters(exclude_categories=["Cs"]))
-plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts,
-    lambda inner: st.lists(inner) | st.dictionaries(texts | st.just("$py"), inner),
-    max_leaves=8,
-)
 
 
 @settings(max_examples=12)

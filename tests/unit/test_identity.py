@@ -1,10 +1,7 @@
 """Which changes of a user's code make another run of it, and that a change of Python makes none."""
 
-import importlib.util
 import json
 import os
-import shutil
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -24,61 +21,7 @@ from datatrove_ckpt.user_code.code_identity import code_identity
 from tests import processes
 from tests.jobs import ask, documents, run_job, runner
 from tests.kept import content_of, edit
-
-DATA = Path(__file__).parent.parent / "data"
-FOLDER = str(Path(description.__file__).parent)
-MODULE = """
-import functools
-import json
-
-PROMPT = "Rewrite: "
-seen = 0
-
-def helper(text):
-    return PROMPT + text
-
-def make(times):
-    async def rollout(document, generate, style="plain"):
-        global seen
-        seen = seen + 1
-        return helper(document.text) * times
-    return rollout
-
-class Asker:
-    def __init__(self, words):
-        self.words = words
-
-    async def __call__(self, document, generate):
-        return document.text[: self.words]
-
-rollout = make(1)
-"""
-
-
-def load(path, name="rollouts_of_a_user"):
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def as_main(folder, source, patch):
-    """A program that Python runs."""
-    path = folder / "main_script.py"
-    path.write_text(source)
-    module = load(path, "__main__")
-    patch.setitem(sys.modules, "__main__", module)
-    return module
-
-
-def load_changed(folder, name, *changes, source=MODULE):
-    """The module with changes to its source, each version in a file of its own."""
-    for old, new in changes:
-        assert old in source
-        source = source.replace(old, new)
-    path = folder / f"{name}.py"
-    path.write_text(source)
-    return load(path)
+from tests.user_modules import DESCRIBE, FOLDER, check_hashes, load, load_changed
 
 
 def test_a_setting_that_json_cannot_express_counts_with_its_type(tmp_path, server):
@@ -161,31 +104,6 @@ def test_a_type_has_one_name_on_all_python_versions():
 
 # every Python version ----------------------------------------------------------------------------
 
-# The package's other modules need packages that other Pythons may not have.
-DESCRIBE = """
-import importlib.util, json, os, sys, types
-
-def load(name, path):
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-for name in ("datatrove_ckpt", "datatrove_ckpt.user_code"):
-    sys.modules[name] = types.ModuleType(name)
-for part in ("statements", "description"):
-    walk = load(f"datatrove_ckpt.user_code.{part}", os.path.join(sys.argv[1], f"{part}.py"))
-"""
-DESCRIBE_SHAPES = (
-    DESCRIBE
-    + """
-shapes = load("code_shapes", sys.argv[2])
-found = {name: walk.describe({"rollout_fn": shape}).fields for name, shape in shapes.SHAPES.items()}
-values = sys.modules['datatrove_ckpt.user_code.description']
-found |= {name: values.type_name(cls) for name, cls in shapes.TYPES.items()}
-print(json.dumps([sys.version_info[:2], found]))
-"""
-)
 DESCRIBE_WITHOUT_SOURCE = (
     DESCRIBE
     + """
@@ -194,41 +112,6 @@ exec("def rollout(d):\\n    return d in {'a', 'b', 'c', 'd', 'e', 'f'}", namespa
 print(walk.describe({"rollout_fn": namespace["rollout"]}).fields["rollout_fn code"])
 """
 )
-SHAPES = "2b283b931d1acb67f27d0d51cfcf04bb"
-"""Of what is described on every Python.
-
-If it changes, all unfinished runs are refused: raise ``_VERSION`` then.
-"""
-
-
-def python(minor):
-    """A Python 3.``minor`` of this machine: this one, one on PATH, or one that pyenv or uv
-    installed.
-    """
-    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    uv = Path.home() / ".local" / "share" / "uv" / "python"
-    found = [
-        shutil.which(f"python3.{minor}"),
-        *pyenv.glob(f"3.{minor}.*/bin/python"),
-        *uv.glob(f"*-3.{minor}.*/bin/python3"),
-    ]
-    if sys.version_info[:2] == (3, minor):
-        found.insert(0, sys.executable)
-    for path in filter(None, found):
-        # A shim of pyenv is there for versions, too, that are not chosen.
-        command = [path, "-c", "import sys; print(sys.version_info[1])"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode == 0 and done.stdout.strip() == str(minor):
-            return str(path)
-    return None
-
-
-def check_hashes(minor, path):
-    command = [path, "-W", "error", "-c", DESCRIBE_SHAPES, FOLDER, str(DATA / "code_shapes.py")]
-    version, found = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
-    assert version == [3, minor]
-    assert len(found) > 20
-    assert statements.digest(json.dumps(found, sort_keys=True)) == SHAPES
 
 
 def test_code_has_the_same_hash_on_this_python():

@@ -14,37 +14,13 @@ import pytest
 import datatrove_ckpt
 from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.user_code import statements
-from tests.unit.test_plain_statements import packed
+from tests.syntax import ROOMS, packed
 
 pytestmark = pytest.mark.xdist_group("layers")  # the package is parsed once
 
 PACKAGE = Path(datatrove_ckpt.__file__).parent
+TESTS = Path(__file__).parents[1]
 
-# Lowest first: a room may import what stands above it, and of that only what its row names.
-ROOMS = {
-    "errors": "",
-    "common": "errors",
-    "config": "errors common",
-    "process": "errors common",
-    "rollouts": "errors common config",
-    "checkpoint": "errors common process",
-    "mirror": "errors common process checkpoint",
-    "claims": "common checkpoint",
-    "inference.client": "errors common config process",
-    "inference.servers": "errors common config process inference.client",
-    "user_code": "errors common",
-    "output": "errors common checkpoint",
-    "readers": "errors common checkpoint",
-    "torch": "errors common process checkpoint readers",
-    "generation": "errors common config rollouts process checkpoint mirror"
-    " inference.client inference.servers user_code output readers",
-    "runner": "common process generation",
-    "run_folder": "errors common config process checkpoint mirror claims inference.servers output readers generation"
-    " runner",
-    "executors": "errors common process claims inference.servers user_code generation runner run_folder",
-    "cli": "errors common config process checkpoint mirror output readers torch run_folder executors",
-    "testing": "common",
-}
 
 NOT_ROOMS = ("", "__main__", "inference", "old_paths", "run_inference", "types")
 """The command, and modules that hold names of others only."""
@@ -224,3 +200,9 @@ def test_every_module_says_what_its_reader_needs():
 
 def test_no_statement_does_two_things():
     assert {name: module.packed for name, module in modules().items() if module.packed} == {}
+
+
+def test_no_test_imports_a_test():
+    """What two files of tests need stands in a helper, which README names."""
+    importing = re.compile(r"^\s*from (\.|tests\b.*\btest_)", re.MULTILINE)
+    assert [path for path in TESTS.rglob("*.py") if importing.search(path.read_text())] == []

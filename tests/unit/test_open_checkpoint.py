@@ -16,18 +16,16 @@ import pytest
 
 from datatrove_ckpt.checkpoint import fence, layout, open_checkpoint, rank_summary
 from datatrove_ckpt.checkpoint.chunks import ChunkTracker, no_position
-from datatrove_ckpt.checkpoint.commits import Commit, OutputFile, read_commits
-from datatrove_ckpt.checkpoint.identity import RunIdentity, run_with_secrets
-from datatrove_ckpt.checkpoint.journal import FinishedDocument
+from datatrove_ckpt.checkpoint.commits import Commit, read_commits
+from datatrove_ckpt.checkpoint.identity import run_with_secrets
 from datatrove_ckpt.checkpoint.layout import CACHE_FILES, journal_name
-from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
 from datatrove_ckpt.checkpoint.publish_intents import Placement
 from datatrove_ckpt.checkpoint.rank_summary import CHECKED, Include
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
-from datatrove_ckpt.checkpoint.request_cache import AnswerKey, CachedAnswer
 from datatrove_ckpt.common.counts import DocumentCounts
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, Fenced
 from tests.crashes import WatchedDisk, disk_in_place
+from tests.open_checkpoints import answer_and_finish, opened, write_chunk
 
 # chunks ------------------------------------------------------------------------------------------
 
@@ -71,40 +69,6 @@ def test_an_input_that_ends_before_the_answers_that_are_kept_has_shrunk(tmp_path
 
 
 # the whole ---------------------------------------------------------------------------------------
-
-
-def write_chunk(index, documents):
-    return [OutputFile(f"{index}", sum(len(data) for _, data in documents), "")]
-
-
-def nothing():
-    pass
-
-
-def opened(
-    folder,
-    write=write_chunk,
-    placement=None,
-    records_per_chunk=2,
-    **changes,
-):
-    identity = RunIdentity({"records_per_chunk": records_per_chunk, "tasks": 1})
-    settings = CheckpointManager(folder, 0, records_per_chunk, identity, **changes)
-    output = SimpleNamespace(write_chunk=write, placement=placement or Placement(), stop=nothing)
-    with settings.lock() as locked:
-        lease = locked.take(nothing)
-    return OpenCheckpoint(settings, lease, output)
-
-
-def answer_and_finish(checkpoint, ordinal, outcome="written"):
-    """The document has one answer, and is looked up first."""
-    slot = checkpoint.admit(f"input {ordinal}")
-    if slot is not None:
-        checkpoint.lookup(slot)
-        checkpoint.put_answer(
-            slot, f"id {ordinal}", AnswerKey(0, "f" * 32, 0), CachedAnswer(b"{}", None)
-        )
-        checkpoint.finish(slot, FinishedDocument(slot.ordinal, outcome, f"input {ordinal}", b"{}"))
 
 
 def run(checkpoint, number):

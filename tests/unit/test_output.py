@@ -28,6 +28,7 @@ from datatrove_ckpt.output.targets import LocalTarget, RemoteTarget, S3Target
 from datatrove_ckpt.output.writer_checks import check_writer
 from datatrove_ckpt.readers import JsonlReader
 from tests.crashes import WatchedDisk, disk_in_place
+from tests.disk_errors import Answered
 
 
 class Breaking(MemoryFileSystem):
@@ -199,14 +200,6 @@ def test_a_stop_ends_the_pause_between_attempts(
     files.before = fail
     with pytest.raises(PublicationStopped):
         folder.upload(local, "a")
-
-
-class Answered(Exception):
-    """Has the attributes of botocore's, aiohttp's, requests' and gcsfs' errors."""
-
-    def __init__(self, **attributes):
-        super().__init__()
-        self.__dict__.update(attributes)
 
 
 def by_s3(kind, code, status):

@@ -39,7 +39,7 @@ from tests.pages import (
     section,
     table_rows,
 )
-from tests.unit.test_layers import ROOMS
+from tests.syntax import ROOMS
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 

@@ -12,8 +12,7 @@ import pytest
 
 from datatrove_ckpt.user_code import code_identity, script_names
 from datatrove_ckpt.user_code.script_names import ScriptNames, restore
-from tests.jobs import runner
-from tests.unit.test_identity import MODULE, as_main, load_changed
+from tests.user_modules import MODULE, as_main, load_changed, step_of
 
 SOURCE = (
     MODULE
@@ -26,14 +25,6 @@ def nested(ending):
 by_value = nested("!")
 """
 )
-
-
-class FakeUrl:
-    url = "http://127.0.0.1:9"
-
-
-def step_of(folder, rollout, **settings):
-    return runner(folder, FakeUrl(), rollout, **settings)
 
 
 def fields(step):

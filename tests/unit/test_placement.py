@@ -6,7 +6,7 @@ from datatrove_ckpt.checkpoint import files, open_checkpoint
 from datatrove_ckpt.checkpoint.open_checkpoint import MAX_PUBLISHING
 from datatrove_ckpt.checkpoint.publish_intents import Placement
 from datatrove_ckpt.errors import StorageFailed
-from tests.unit.test_open_checkpoint import answer_and_finish, opened
+from tests.open_checkpoints import answer_and_finish, opened
 
 
 class Held(Placement):

@@ -2,6 +2,8 @@
 
 import random
 import time
+import timeit
+from functools import partial
 
 import pytest
 
@@ -95,12 +97,15 @@ def test_no_refusals(text):
     assert faults(AnswerQuality(), text) == []
 
 
+def seconds(text):
+    """Of this process, at best of ten times."""
+    measure = partial(faults, AnswerQuality(), text)
+    return min(timeit.repeat(measure, time.process_time, repeat=10, number=100))
+
+
 @pytest.mark.parametrize("text", ["as an ai, " * 40, "\n" * 400, "-" * 400 + "x"])
 def test_no_text_takes_long(text):
-    began_at = time.process_time()
-    for _ in range(100):
-        faults(AnswerQuality(), text)
-    assert time.process_time() - began_at < 0.1
+    assert seconds(text) < 60 * seconds(good(random.Random(1))[:400])
 
 
 def test_what_is_planted_in_ten_thousand_answers_is_found_and_nothing_else():

@@ -40,28 +40,8 @@ from datatrove_ckpt.readers import (
     position_state,
     tables,
 )
-from tests.unit.tables import write_table
+from tests.unit.tables import ODD_LINES, rows, write_table
 
-ODD_LINES = [
-    b'{"text": "plain", "id": "own id", "lang": "en"}\n',
-    b'{"text": "carriage return and line feed"}\r\n',
-    b"\n",
-    b"   \t\x0b \r\n",
-    b'{"text": "", "id": "empty text"}\n',
-    b'{"id": "no text"}\n',
-    b'{"text": "torn\n',
-    b"not json at all\n",
-    '{"text": "line\u2028separator, next\u0085line, form feed \\f, \\u2028"}\n'.encode(),
-    b'{"text": "old mac"}\r{"text": "second of one byte line"}\r\r\n',
-    b'{"text":\r "two lines for datatrove"}\n',
-    b'{"text": "metadata", "metadata": {"a": [1, null], "file_path": "mine"}, "b": {"c": 1.5}}\n',
-    b'{"text": "metadata as text", "metadata": "{\\"a\\": 1}"}\n',
-    b'{"text": "metadata of another kind", "metadata": 3}\n',
-    b'{"text": "media", "media": [{"id": "m", "type": 0, "url": "u", "media_bytes": "AAEC"},'
-    b' {"id": "n", "type": 1, "url": "v", "media_bytes": null}]}\n',
-    b'{"text": "\\ud83d\\ude00", "id": 7}\n',
-    b'{"text": "no final line feed"}',
-]
 NAMES = {None: "jsonl", "gzip": "jsonl.gz", "zstd": "jsonl.zst"}
 COMPRESS = {
     None: bytes,
@@ -77,14 +57,6 @@ def _blocks(request, monkeypatch):
     if request.param:
         monkeypatch.setattr(jsonl, "PART_BYTES", request.param)
         monkeypatch.setattr(tables._TableReader, "batch_size", 3)
-
-
-def rows(count, first=0):
-    """Every seventh row has no text. No row has an id, so the default ids are compared."""
-    return [
-        {"text": f"text {i}" if i % 7 else "", "name": f"n{i}", "number": i}
-        for i in range(first, first + count)
-    ]
 
 
 def write_jsonl(folder, codec=None):

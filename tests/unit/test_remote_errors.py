@@ -19,7 +19,7 @@ from datatrove_ckpt.common.retrying import (
     file_system_call,
     http_status,
 )
-from tests.unit.test_output import Answered
+from tests.disk_errors import Answered
 
 LIBRARIES = [
     aiohttp.ClientConnectionError("reset"),

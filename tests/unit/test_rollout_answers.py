@@ -25,7 +25,7 @@ from datatrove_ckpt.rollouts import (
 )
 from datatrove_ckpt.user_code.code_identity import code_identity
 from tests.jobs import rows, run_job, runner
-from tests.unit.test_rollouts import Texts, asked, document
+from tests.rollouts import Texts, asked, document
 
 SCHEMA = {
     "type": "object",

@@ -25,7 +25,7 @@ from datatrove_ckpt.rollouts.token_counter import load_counter
 from datatrove_ckpt.user_code.code_identity import code_identity
 from tests.clients import config
 from tests.jobs import rejects, rows, runner
-from tests.unit.test_rollouts import asked, document
+from tests.rollouts import asked, document
 from tests.words import write_tokenizer
 
 

@@ -20,7 +20,7 @@ from datatrove_ckpt.rollouts import (
 )
 from tests.clients import config
 from tests.pages import ROOT
-from tests.unit.test_rollouts import Texts, document
+from tests.rollouts import Texts, document
 
 FROM_CONFIGS = {
     "score_pattern": re.search("score_pattern: '(.*)'", (ROOT / "configs/judge.yaml").read_text())[

@@ -3,7 +3,6 @@
 import asyncio
 
 import pytest
-from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceError, InferenceResult
 
 from datatrove_ckpt.errors import ConfigError
@@ -14,6 +13,7 @@ from datatrove_ckpt.rollouts import (
     chat,
     split_text,
 )
+from tests.rollouts import Texts, asked, document
 from tests.words import write_tokenizer
 
 ALLOWED = "allowed are {text}, {id}, {KEY} and {metadata[KEY]} for a key of the metadata, {KEY[0].NAME} for a part of it, and {{ or }} for a brace; beside [[DOCUMENT]] for the text, braces have no meaning."
@@ -45,31 +45,6 @@ class Server:
         return InferenceResult(
             text=f"{number}: {asked}", finish_reason=reason, usage=usage, reasoning=f"r{number}"
         )
-
-
-def document(text="Rain falls.", **metadata):
-    return Document(text=text, id="d1", metadata=metadata)
-
-
-class Texts:
-    """Gives these texts in turn, and remembers what it was asked."""
-
-    def __init__(self, *texts, reason="stop"):
-        self.texts = list(texts)
-        self.reason = reason
-        self.asked = []
-
-    async def __call__(self, payload):
-        self.asked.append(payload)
-        return InferenceResult(self.texts.pop(0), self.reason, {"completion_tokens": 1})
-
-
-def asked(rollout, given):
-    """The one payload that a rollout sends."""
-    model = Texts("")
-    asyncio.run(rollout(given, model, anything_shared=1))
-    (sent,) = model.asked
-    return sent
 
 
 BRACES = "{id} {text.__class__} {} } {"

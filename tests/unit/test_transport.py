@@ -17,7 +17,7 @@ from datatrove_ckpt.inference.client import http1
 from datatrove_ckpt.inference.client.body import RequestBody
 from datatrove_ckpt.inference.client.http1 import ConnectTimeout, Transport
 from datatrove_ckpt.inference.client.urls import HiddenUrl, headers_for
-from tests.unit.test_client import answer, http, never, serving, then_close
+from tests.raw_server import answer, http, never, serving, then_close
 
 GOOD = answer(http(200, b"good"))
 

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 
 from datatrove_ckpt.cli.yaml_config import dump, read_value
-from tests.unit.test_documents import plain
+from tests.unit.tables import plain
 
 
 @settings(max_examples=40, deadline=None)

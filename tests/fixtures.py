@@ -29,6 +29,7 @@ from datatrove_ckpt.common import object_store, redaction, retrying
 from datatrove_ckpt.errors import written_in
 from datatrove_ckpt.generation import side_effects
 from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers, Outage
+from datatrove_ckpt.inference.servers import host
 from datatrove_ckpt.inference.servers.host import close_warm_servers
 from datatrove_ckpt.output import output_folder
 from datatrove_ckpt.process import shutdown
@@ -211,8 +212,8 @@ def reraised():
 def sleeps(monkeypatch):
     """A rank's clients do not wait between two attempts: only their clock moves by that time."""
     sleeps = Sleeps()
-    monkeypatch.setattr(ModelServers.__init__, "__defaults__", (sleeps.clock,))
-    monkeypatch.setattr(CompletionClient.__init__, "__kwdefaults__", {"sleep": sleeps})
+    monkeypatch.setattr(host, "ModelServers", functools.partial(ModelServers, clock=sleeps.clock))
+    monkeypatch.setattr(host, "CompletionClient", functools.partial(CompletionClient, sleep=sleeps))
     return sleeps
 
 
@@ -233,7 +234,7 @@ def answers_between(monkeypatch, sleeps):
         await sleeps(seconds)
 
     monkeypatch.setattr(Outage, "answered", count)
-    monkeypatch.setattr(CompletionClient.__init__, "__kwdefaults__", {"sleep": sleep})
+    monkeypatch.setattr(host, "CompletionClient", functools.partial(CompletionClient, sleep=sleep))
 
 
 @pytest.fixture

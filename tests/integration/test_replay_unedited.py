@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partialmethod
 
 import pytest
 
@@ -25,7 +26,7 @@ def test_a_change_that_is_accepted_is_not_refused_later_where_time_did_not_suffi
     monkeypatch.setenv("stop", "1")
     settings = {"config": {"max_concurrent_documents": 1, "default_generation_params": {"n": 1}}}
     with monkeypatch.context() as patch:
-        patch.setattr(replay.Replays.check, "__defaults__", (0.0,))
+        patch.setattr(replay.Replays, "check", partialmethod(replay.Replays.check, 0.0))
         start(tmp_path, server, says_word, monkeypatch, accept_changes=True, **settings)
     assert len(recorded(tmp_path)) == 0
     go_on(tmp_path, server, says_word, **settings)

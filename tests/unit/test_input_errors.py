@@ -9,6 +9,7 @@ import gzip
 import lzma
 import zipfile
 from contextlib import nullcontext, suppress
+from functools import partial
 
 import pyarrow as pa
 import pytest
@@ -162,7 +163,7 @@ def test_a_number_as_text_text_as_media_and_a_line_in_latin_1_are_treated_alike(
 @pytest.mark.parametrize("suffix", ["", *COMPRESS])
 def test_a_line_that_does_not_end_is_an_error_that_names_the_file(tmp_path, monkeypatch, suffix):
     monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 2**21)
-    monkeypatch.setattr(empty_input.read_line, "__defaults__", (2**21,))
+    monkeypatch.setattr(jsonl, "read_line", partial(empty_input.read_line, size=2**21))
     name = f"a.jsonl.{suffix}".rstrip(".")
     (tmp_path / name).write_bytes(COMPRESS.get(suffix, bytes)(bytes(2**22)))
     with pytest.raises(

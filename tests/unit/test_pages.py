@@ -365,9 +365,11 @@ def test_the_glossary_has_sixty_words_at_most_each_a_line_and_in_order():
     assert glossary.rstrip().endswith("\n".join(lines))
 
 
-def test_the_readme_of_the_tests_names_each_folder():
-    folders = {path.parent.name for path in (ROOT / "tests").glob("*/__init__.py")} | {"data"}
-    assert folders <= set(codes((ROOT / "tests/README.md").read_text()))
+def test_the_readme_of_the_tests_names_each_folder_and_each_helper():
+    tests = ROOT / "tests"
+    folders = {path.parent.name for path in tests.glob("*/__init__.py")} | {"data", "tables"}
+    helpers = {path.stem for path in tests.glob("*.py")} - {"__init__"}
+    assert folders | helpers <= set(codes((tests / "README.md").read_text()))
 
 
 def test_the_settings_of_the_short_form_are_listed():

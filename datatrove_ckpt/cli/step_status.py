@@ -41,14 +41,10 @@ def status(root: Path, arguments: argparse.Namespace) -> int:
         state = step.state()
         if state is not None:
             fields[name] = orjson.loads(to_json(state))
-            text = status_text.progress_of(state)
-            counts = state.delivered
-            rows = state.together.rows or counts.written
-            text += f"; {plural(counts.read, 'document')} in, {plural(rows, 'row')} out"
-            if counts.dead:
-                text += f"; {plural(counts.dead, 'dead letter')}"
+            documents = dict(status_text.status_lines(state))["documents"]
+            text = f"{status_text.progress_of(state)}; {documents}"
             totals += state.run_totals
-            requests += state.together.counts.requests
+            requests += state.together.done.requests
             code = max(code, int(state.is_damaged))
         elif step.rows is not None:
             fields[name] = {"is_finished": True, "rows": step.rows.rows}

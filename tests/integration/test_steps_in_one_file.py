@@ -531,7 +531,7 @@ def test_status_show_verify_and_export_know_steps(finished, command):
     for what in ("qa", "job.yaml"):
         said = command("status", what)
         assert "5 steps" in said
-        assert "answers   finished; 12 documents in, 12 rows out" in said
+        assert "answers   finished; 12 done: 12 written in 1 chunk, 0 dropped, 0 dead" in said
         assert "best      finished; 9 rows" in said
         assert "All steps: 27 requests" in said
     found = command.json("status", "qa")
@@ -548,12 +548,13 @@ def test_status_show_verify_and_export_know_steps(finished, command):
 
 
 def test_status_names_what_waits_and_what_is_stale(server, command):
-    write(server)
+    write(server, max_concurrent_generations=1)
     assert "no step has started" in command("status", "job.yaml")
     server._status = rejects(["Judge: answer to Answer: text 3"], 401)
     command("run", "job.yaml", code=1)
     said = command("status", "qa")
-    assert "judged    " in said
+    assert re.search("judged .* 3 done: 0 written in 0 chunks, .* 3 in 1 unfinished chunk", said)
+    assert "All steps: 15 requests" in said
     assert "topics    waiting" in said
     server._status = lambda payload, times: None
     command("run", "job.yaml")

@@ -50,7 +50,8 @@ def test_the_tutorial_runs_as_typed(here):
         ]
         assert len({json.loads(row)["id"] for row in rows}) == len(rows) == count
     assert (
-        "judged     finished; 4 documents in, 4 rows out" in said["datatrove-ckpt status runs/quiz"]
+        "judged     finished; 4 done: 4 written in 1 chunk"
+        in said["datatrove-ckpt status runs/quiz"]
     )
 
 

@@ -27,8 +27,6 @@ def k8s(arguments: argparse.Namespace) -> int:
         ConfigError: a mistake in the file, or a job that would lose its work with its pods.
     """
     source = arguments.config or "the command line"
-    if "steps" in short_form.read_job(arguments.config, arguments.overrides):
-        raise ConfigError(f"{source}: steps: a pod has no place for the queries between steps.")
     config, executor = short_form.make_executor(arguments.config, arguments.overrides)
     refuse_other_kinds(executor, "k8s")
     plan = run_plan.RunPlan(executor)

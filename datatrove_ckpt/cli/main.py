@@ -248,6 +248,7 @@ _WHAT = _argument(
 _JSON = _flag("--json", "print one JSON object instead of text")
 _OUTPUT = _argument("FOLDER", "the output folder, if job.json names another", "--output")
 _FULL = _flag("--full", "also read all output and compare its content")
+_STEP = _argument("NAME", "of a run with steps: which of them; default: the last", "--step")
 
 
 _COMMANDS: list[tuple[str, str, str, tuple[_Argument, ...]]] = []
@@ -486,6 +487,7 @@ def report() -> None:
     _argument("TEXT", "those with this in their text or answer, in upper or lower case", "--grep"),
     _flag("--dead", "dead letters that no finished retry has taken, with their causes"),
     _argument("SELECT", "of a run with steps: the first rows of a query over them", "--sql"),
+    _STEP,
     _OUTPUT,
 )
 def show() -> None:
@@ -513,6 +515,7 @@ def show() -> None:
     "output_commands",
     _WHAT,
     _argument("TARGET", "file.csv, file.jsonl, file.parquet, or hf://datasets/ORG/NAME"),
+    _STEP,
     _OUTPUT,
 )
 def export() -> None:

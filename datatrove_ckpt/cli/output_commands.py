@@ -13,7 +13,7 @@ from datatrove.executor.base import PipelineExecutor
 
 from datatrove_ckpt.checkpoint.compare import mixed_settings
 from datatrove_ckpt.cli import step_status
-from datatrove_ckpt.cli.open_run import open_run
+from datatrove_ckpt.cli.open_run import open_run, steps_of
 from datatrove_ckpt.cli.printing import say, say_result, wrapped, write_page
 from datatrove_ckpt.common.formatting import plural, plural_is, plural_or_no
 from datatrove_ckpt.errors import ConfigError, printable
@@ -21,27 +21,27 @@ from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.run_folder import verify as checks
 from datatrove_ckpt.run_folder.documents import ShownDocument, read_dead_letters, read_documents
 from datatrove_ckpt.run_folder.documents import export as write_export
+from datatrove_ckpt.run_folder.queries import kept_rows
 from datatrove_ckpt.run_folder.repair import apply_repair, check_output_folder, make_plan
 from datatrove_ckpt.run_folder.report.page import report_page
 from datatrove_ckpt.run_folder.run_location import RunLocation, restored, upload
 from datatrove_ckpt.run_folder.run_state import check_idle, read_run_state, wanted_files
-from datatrove_ckpt.run_folder.steps import StepFolder
 
 MOST = 600  # characters of a text; an answer may have twice as many
 
 
 def show(arguments: argparse.Namespace) -> int:
     """Prints each document as soon as it is found."""
-    root = step_status.root_of_steps(arguments)
-    if root is not None:
-        return step_status.show(root, arguments)
     if arguments.sql is not None:
-        raise ConfigError("--sql: asks the steps of a run. Give the run folder of such a run.")
+        steps = steps_of(arguments)
+        if not steps:
+            raise ConfigError("--sql: asks the steps of a run. Give the run folder of such a run.")
+        return step_status.show(steps, arguments)
     printed = 0
     is_all = not (arguments.dead or arguments.grep) and arguments.id is None
-    is_all = is_all and StepFolder(Path(arguments.what)).rows is None
     max_length = MOST if arguments.id is None else None
     with open_run(arguments, output=arguments.output) as location:
+        is_all = is_all and kept_rows(location.folder / "output") is None
         if arguments.dead:
             documents = read_dead_letters(location)
         else:
@@ -182,9 +182,6 @@ def described(
 
 
 def report(arguments: argparse.Namespace) -> int:
-    root = step_status.root_of_steps(arguments)
-    if root is not None:
-        return step_status.report(root, arguments)
     with open_run(arguments, wanted_files) as location:
         state = read_run_state(location)
         page = report_page(state)
@@ -192,9 +189,9 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    root = step_status.root_of_steps(arguments)
-    if root is not None:
-        return step_status.verify(root, arguments, verify)
+    steps = steps_of(arguments)
+    if steps:
+        return step_status.verify(steps, arguments, verify)
     with open_run(arguments, output=arguments.output) as location:
         report = checks.verify(location, arguments.full)
     code = 0

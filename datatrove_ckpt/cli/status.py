@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from datatrove_ckpt.checkpoint.rank_summary import describe_chunk
 from datatrove_ckpt.cli import step_status
-from datatrove_ckpt.cli.open_run import open_run
+from datatrove_ckpt.cli.open_run import open_run, steps_of
 from datatrove_ckpt.cli.printing import say, wrapped
 from datatrove_ckpt.common.formatting import (
     duration,
@@ -31,9 +31,9 @@ from datatrove_ckpt.run_folder.run_state import (
 
 def status(arguments: argparse.Namespace) -> int:
     try:
-        root = step_status.root_of_steps(arguments)
-        if root is not None:
-            return step_status.status(root, arguments)
+        steps = steps_of(arguments)
+        if steps:
+            return step_status.status(steps, arguments)
         with open_run(arguments, wanted_files) as location:
             state = read_run_state(location)
             lines = list(describe(state))

@@ -1,42 +1,25 @@
-"""``status``, ``report``, ``verify`` and ``show --sql`` of a run folder with steps."""
+"""``status``, ``verify`` and ``show --sql`` of a run folder with steps."""
 
 import argparse
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
 import orjson
 
 from datatrove_ckpt.checkpoint.run_limits import RunTotals
-from datatrove_ckpt.cli.printing import say, say_result, write_page
+from datatrove_ckpt.cli.printing import say, say_result
 from datatrove_ckpt.common.formatting import plural
-from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.run_folder import queries, run_location, status_text
+from datatrove_ckpt.run_folder import queries, status_text
 from datatrove_ckpt.run_folder.run_state import to_json
-from datatrove_ckpt.run_folder.steps import outdated, step_folders
+from datatrove_ckpt.run_folder.steps import StepFolder, outdated
 
 
-def root_of_steps(arguments: argparse.Namespace) -> Path | None:
-    root = Path(arguments.what)
-    if run_location.is_config(arguments.what):
-        from datatrove_ckpt.cli.short_form import read_job
-
-        job = read_job(arguments.what, arguments.overrides)
-        if "steps" not in job:
-            return None
-        root = Path(str(job.get("run_folder"))).expanduser()
-        if not step_folders(root):
-            raise run_location.RunNotStarted(f"{arguments.what}: no step has started yet.")
-    return root if step_folders(root) else None
-
-
-def status(root: Path, arguments: argparse.Namespace) -> int:
-    steps = step_folders(root)
+def status(steps: Mapping[str, StepFolder], arguments: argparse.Namespace) -> int:
     stale = dict(outdated(steps))
     totals = RunTotals()
     requests = 0
     code = 0
     fields: dict[str, object] = {}
-    lines = [f"{root}: {plural(len(steps), 'step')}"]
+    lines = [f"{arguments.what}: {plural(len(steps), 'step')}"]
     for name, step in steps.items():
         state = step.state()
         if state is not None:
@@ -59,33 +42,25 @@ def status(root: Path, arguments: argparse.Namespace) -> int:
     cost = f", {totals.cost / 1e9:.6g} paid" if totals.cost else ""
     lines.append(
         f"All steps: {plural(requests, 'request')}, {plural(totals.tokens, 'token')}{cost}. More: "
-        f"datatrove-ckpt status {root}/{next(iter(steps))}"
+        f"datatrove-ckpt status {next(iter(steps.values())).folder}"
     )
-    result = {"version": 2, "what": str(root), "steps": fields, "stale": stale}
+    result = {"version": 2, "what": arguments.what, "steps": fields, "stale": stale}
     say_result(arguments.json, result, lines)
     return code
 
 
-def report(root: Path, arguments: argparse.Namespace) -> int:
-    from datatrove_ckpt.run_folder.report.page import steps_page
-
-    states = {name: step.state() for name, step in step_folders(root).items()}
-    runs = {name: state for name, state in states.items() if state is not None}
-    page = steps_page(str(root), runs)
-    return write_page(arguments.output, root / "checkpoints", page, plural(len(runs), "step"))
-
-
 def verify(
-    root: Path, arguments: argparse.Namespace, verify_run: Callable[[argparse.Namespace], int]
+    steps: Mapping[str, StepFolder],
+    arguments: argparse.Namespace,
+    verify_run: Callable[[argparse.Namespace], int],
 ) -> int:
     """Verifies each step. Returns the worst exit code."""
-    steps = step_folders(root)
     codes = []
     for name, step in steps.items():
         if step.has_begun:
             say(f"{name}:")
             codes.append(
-                verify_run(argparse.Namespace(**{**vars(arguments), "what": str(root / name)}))
+                verify_run(argparse.Namespace(**{**vars(arguments), "what": str(step.folder)}))
             )
         elif step.rows is None:
             say(f"{name}: not finished")
@@ -100,13 +75,9 @@ def verify(
     return 1 if 1 in codes else max(codes, default=0)
 
 
-def show(root: Path, arguments: argparse.Namespace) -> int:
+def show(steps: Mapping[str, StepFolder], arguments: argparse.Namespace) -> int:
     from datatrove_ckpt.run_folder.documents import select_rows
 
-    steps = step_folders(root)
-    if arguments.sql is None:
-        names = ", ".join(steps)
-        raise ConfigError(f"{root}: has steps: name the folder of one, or give --sql: {names}.")
     query = queries.parse(arguments.sql, "--sql")
     tables = {name: select_rows(steps[name]) for name in query.tables if name in steps}
     with_rows = {name: table for name, table in tables.items() if table}

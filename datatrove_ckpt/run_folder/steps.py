@@ -5,7 +5,7 @@ The folder of a step is a run folder; that of a query has only ``output/``, see 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -64,7 +64,7 @@ def step_folders(root: Path) -> dict[str, StepFolder]:
     return {name: StepFolder(root / name) for name in names}
 
 
-def outdated(steps: dict[str, StepFolder]) -> Iterator[tuple[str, str]]:
+def outdated(steps: Mapping[str, StepFolder]) -> Iterator[tuple[str, str]]:
     """Yields each step that has read other rows than a step before it has now, and that step."""
     digests: dict[str, str] = {}
     for name, step in steps.items():

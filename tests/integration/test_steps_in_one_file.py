@@ -169,25 +169,12 @@ def test_the_example_runs(command):
 
 def test_other_commands_name_the_folders_of_steps(finished, command):
     assert "no place for the queries" in command("k8s", "job.yaml", code=2).error
-    assert "such as qa/answers" in command("export", "job.yaml", "x.csv", code=2).error
-    assert (
-        "name the folder of one: answers, judged" in command("export", "qa", "x.csv", code=2).error
-    )
-
-
-def test_a_report_has_all_steps(finished, command):
     for what in ("qa", "job.yaml"):
-        assert "qa/report.html: the report of 3 steps" in command("report", what)
-        page = Path("qa/report.html").read_text()
-        Path("qa/report.html").unlink()
-        assert "<title>qa: 3 steps</title>" in page
-        assert re.findall('<h2 class="wide">Step (.*?)</h2>', page) == [
-            "answers",
-            "judged",
-            "topics",
-        ]
-        assert page.count("<h2>Requests</h2>") == 3
-    assert "Step answers" not in command("report", "qa/answers", "-o", "-")
+        named = "give the folder of a step: qa/answers, qa/judged, "
+        for name in ("repair", "report"):
+            assert named in command(name, what, code=2).error
+        assert named in command("export", what, "x.csv", "--step", "none", code=2).error
+    assert "it has none" in command("show", "qa/answers", "--step", "answers", code=2).error
 
 
 @pytest.mark.parametrize(
@@ -539,10 +526,12 @@ def test_status_show_verify_and_export_know_steps(finished, command):
     assert found["steps"]["answers"]["delivered"]["written"] == 12
     assert "5 steps verified" in command("verify", "qa", "--full")
     assert "1. id 01" in command("show", "qa/best")
-    assert "--sql" in command("show", "qa", code=2).error
+    assert "1. id 00" in command("show", "qa")  # rejected
+    assert "answer: good" in command("show", "job.yaml", "--step", "judged", "--id", "id 01")
     said = command("show", "qa", "--sql", "select count(*) as n from answers join best using (id)")
     assert "9" in said
-    assert command("export", "qa/best", "best.csv") == "9 documents in best.csv.\n"
+    assert command("export", "qa", "last.csv") == "3 documents in last.csv.\n"
+    assert command("export", "qa", "best.csv", "--step", "best") == "9 documents in best.csv.\n"
     assert len(Path("best.csv").read_text().splitlines()) == 10
     assert command("export", "qa/judged", "all.parquet") == "12 documents in all.parquet.\n"
 

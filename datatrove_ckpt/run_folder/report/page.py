@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -32,7 +31,7 @@ from datatrove_ckpt.checkpoint.history import (
 from datatrove_ckpt.checkpoint.identity import without_model
 from datatrove_ckpt.checkpoint.layout import HISTORY
 from datatrove_ckpt.common.counts import DocumentCounts, LogHistogram
-from datatrove_ckpt.common.formatting import figure, percent, plural, short
+from datatrove_ckpt.common.formatting import figure, percent, short
 from datatrove_ckpt.config.monitoring import name_of_folder
 from datatrove_ckpt.errors import StorageFailed
 from datatrove_ckpt.run_folder import status_text
@@ -51,6 +50,11 @@ _ORDER = ("damaged", "running", "failed", "lost", "interrupted", "unfinished")
 
 
 def report_page(run: RunState) -> str:
+    ranks = run.all_ranks
+    lines = min(_MAX_LINES, max(_LEAST_LINES, _PROGRESS_LINES // max(1, len(ranks))))
+    histories = [_history(rank.folder / HISTORY, lines) for rank in ranks]
+    requests = sum(sums.done.requests for sums in (run.totals, run.retried))
+    spreads = [spread for history in histories for spread in history.spreads]
     state = "finished"
     if not run.is_finished:
         state = next((state for state in _ORDER if run.totals.states[state]), "unfinished")
@@ -67,33 +71,14 @@ def report_page(run: RunState) -> str:
             ("input", status_text.progress_of(run)),
             *status_text.status_lines(run),
         ],
-        _sections(run),
+        [
+            # Retries read documents that were read before: they are not summed.
+            *_charts([history.minutes for history in histories[: len(run.ranks)]]),
+            *_quality(run.together.done, spreads),
+            _attempts(ranks),
+            _spreads(spreads, requests),
+        ],
     )
-
-
-def steps_page(folder: str, runs: Mapping[str, RunState]) -> str:
-    sections: list[Markup] = []
-    sums = []
-    for step, run in runs.items():
-        sums.append((step, status_text.progress_of(run)))
-        sections += [element("h2", f"Step {step}", class_="wide"), *_sections(run)]
-    state = plural(len(runs), "step")
-    return page(name_of_folder(folder), folder, "", state, time.time(), "", sums, sections)
-
-
-def _sections(run: RunState) -> list[Markup]:
-    ranks = run.all_ranks
-    lines = min(_MAX_LINES, max(_LEAST_LINES, _PROGRESS_LINES // max(1, len(ranks))))
-    histories = [_history(rank.folder / HISTORY, lines) for rank in ranks]
-    requests = sum(sums.done.requests for sums in (run.totals, run.retried))
-    spreads = [spread for history in histories for spread in history.spreads]
-    return [
-        # Retries read documents that were read before: they are not summed.
-        *_charts([history.minutes for history in histories[: len(run.ranks)]]),
-        *_quality(run.together.done, spreads),
-        _attempts(ranks),
-        _spreads(spreads, requests),
-    ]
 
 
 def _history(path: Path, max_lines: int) -> History:

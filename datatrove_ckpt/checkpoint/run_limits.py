@@ -67,11 +67,17 @@ NO_TOTALS = RunTotals()
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of an ``InferenceRunner``. ``max_cost`` is in the currency of ``prices``."""
+    """The limits of an ``InferenceRunner``. ``max_cost`` is in the currency of ``prices``.
+
+    Attributes:
+        cost_before, tokens_before: what other steps have taken of them.
+    """
 
     until: int | None = None
     max_cost: float | None = None
     max_total_tokens: int | None = None
+    cost_before: float = 0.0
+    tokens_before: int = 0
 
     def __bool__(self) -> bool:
         return self != Limits()
@@ -85,9 +91,9 @@ class Limits:
     def spent(self, totals: RunTotals) -> list[float]:
         shares = []
         if self.max_cost is not None:
-            shares.append(totals.cost / 1e9 / self.max_cost)
+            shares.append(totals.cost / 1e9 / (self.max_cost - self.cost_before))
         if self.max_total_tokens is not None:
-            shares.append(totals.tokens / self.max_total_tokens)
+            shares.append(totals.tokens / (self.max_total_tokens - self.tokens_before))
         return shares
 
     def reached(self, totals: RunTotals, seconds: float = 0.0) -> LimitReached | None:
@@ -108,19 +114,20 @@ class Limits:
                 f" Processes read each other's costs every {seconds:.2g} s, and may go beyond the "
                 "limit by what they spend in between."
             )
-        cost = totals.cost / 1e9
+        cost = totals.cost / 1e9 + self.cost_before
+        tokens = totals.tokens + self.tokens_before
         if self.max_cost is not None and cost >= self.max_cost:
             return LimitReached(
                 f"{self.max_cost:g} is reached: the answers cost {cost:.6g}, and {end}",
                 setting="max_cost",
                 changes=[{"max_cost": f"{2 * cost:g}"}],
             )
-        if self.max_total_tokens is not None and totals.tokens >= self.max_total_tokens:
+        if self.max_total_tokens is not None and tokens >= self.max_total_tokens:
             return LimitReached(
                 f"{self.max_total_tokens} is reached: the answers took "
-                f"{plural(totals.tokens, 'token')}, and {end}",
+                f"{plural(tokens, 'token')}, and {end}",
                 setting="max_total_tokens",
-                changes=[{"max_total_tokens": 2 * totals.tokens}],
+                changes=[{"max_total_tokens": 2 * tokens}],
             )
         return None
 

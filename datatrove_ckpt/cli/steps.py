@@ -52,7 +52,6 @@ from datatrove_ckpt.errors import (
     CkptError,
     ConfigError,
     InputError,
-    LimitReached,
     TooManyDeadLetters,
     written_in,
 )
@@ -76,7 +75,7 @@ _RUN_LOCK = "run.lock"
 _RUNS = "it is not finished"
 _POLL = 0.2  # seconds
 _LIMITS = ("max_cost", "max_total_tokens")
-"""Settings that hold for all steps together, where a step has none of its own."""
+"""Settings that hold for all steps together, but those that have some of their own."""
 _FIRST = 20  # documents whose columns stand for those of all
 _OF_TYPE = {"string": "", "integer": 1, "number": 0.5, "boolean": True}
 _RESERVED = ("input", "output", "checkpoints", "logs")
@@ -232,14 +231,6 @@ class StepsJob:
 
     # what is on disk -----------------------------------------------------------------------------
 
-    def _spent_by_others(self, name: str, step: Step) -> float:
-        totals = RunTotals()
-        for other in self.steps:
-            state = other.found.state()
-            if state is not None and other is not step:
-                totals += state.run_totals
-        return totals.cost / 1e9 if name == "max_cost" else totals.tokens
-
     def tables(self, step: Step) -> dict[str, Any]:
         """Returns the rows that a step reads of others; of those without rows, the columns."""
         tables = {}
@@ -319,18 +310,7 @@ class StepsJob:
                 queries.make_rows(query, nothing, folder / "output", made_from)
 
     def job(self, step: Step) -> Node:
-        job = {**step.settings}
-        for name, limit in self.limits.items():
-            if name in job or not step.unfinished():
-                continue
-            spent = self._spent_by_others(name, step)
-            if spent >= limit:
-                raise LimitReached(
-                    f"{limit:g} is reached: the other steps have taken {spent:.6g}. The same "
-                    "command with a higher limit continues.",
-                    setting=name,
-                )
-            job[name] = limit - spent
+        job = {**self.limits, **step.settings}
         job["run_folder"] = str(step.folder)
         monitoring = job.get("monitoring") or {}
         name = f"{monitoring.get('run_name') or self.root.name}/{step.name}"
@@ -368,6 +348,14 @@ class StepsJob:
             config = short_form.expand(job)
             executor = yaml_config.build(config)
         executor.keeps_servers = True
+        if self.limits and self.limits.keys().isdisjoint(step.settings):
+            before = RunTotals()
+            for other in self.steps:
+                state = other.found.state()
+                if state is not None and other is not step:
+                    before += state.run_totals
+            runner = RunPlan(executor).runners[0].step
+            runner.spent_before = (before.cost / 1e9, before.tokens)
         return config, executor
 
     def redo(self, names: Sequence[str]) -> None:
@@ -605,7 +593,7 @@ def run_steps(short: Node, arguments: argparse.Namespace) -> int:
             if code or is_submitted or (arguments.worker and step.unfinished() == _RUNS):
                 return code
     except CkptError as error:
-        if not (arguments.worker or isinstance(error, LimitReached)):
+        if not arguments.worker:
             raise
         return fail(error, code_of_rank(error))
     return 0

@@ -98,6 +98,7 @@ class RunnerSettings(PipelineStep):
     form: str = field(default="", init=False)
     no_wait: bool = field(default=False, init=False)
     tells_endpoints: bool = field(default=False, init=False)
+    spent_before: tuple[float, int] = field(default=(0.0, 0), init=False)
 
     named_models = Veiled()  # the models of a ``config`` with names; else missing
     _code_when_made = Veiled()  # a CodeIdentity: executor.json does not even show its hashes
@@ -184,7 +185,7 @@ class RunnerSettings(PipelineStep):
                     setting="max_cost",
                 )
         for name, value in asdict(self.limits).items():
-            if value is not None and any(model.provider_batches for model in self.models.values()):
+            if value and any(model.provider_batches for model in self.models.values()):
                 raise ConfigError(
                     "cannot stop provider_batches, which are sent as a whole. Set limit of the "
                     "reader.",
@@ -257,7 +258,7 @@ class RunnerSettings(PipelineStep):
         until = self.until
         if self.retry_dead_letters:  # all tasks of the run are complete
             until = None
-        return Limits(until, self.max_cost, self.max_total_tokens)
+        return Limits(until, self.max_cost, self.max_total_tokens, *self.spent_before)
 
     @property
     def models(self) -> dict[str, InferenceConfig]:

@@ -786,11 +786,14 @@ def test_a_limit_beside_steps_holds_for_all_together(server, command, name, limi
     settings = {"prices": {"prompt": 2, "completion": 8}, "max_concurrent_generations": 1}
     write(server, **{name: limit}, **settings)
     said = command("run", "job.yaml", code=4)
-    assert f"{name}: " in said.err
+    assert f"{name}: {limit:g} is reached: the answers " in said.err
     assert 12 <= len(server.payloads) < 20
+    (more,) = re.findall(rf"The whole command: .* (--{name.replace('_', '-')} \S+)\n", said.err)
     sent = len(server.payloads)
     command("run", "job.yaml", code=4)
     assert len(server.payloads) == sent
+    command("run", "job.yaml", *more.split(), code=None)
+    assert len(server.payloads) > 1.5 * sent
     write(server, **{name: 100 * limit}, **settings)
     command("run", "job.yaml")
     assert len(server.payloads) == 27

@@ -327,10 +327,7 @@ class SavedInput:
             return kept
         if kept is None or not self.has_begun:
             return queries.make_rows(query, tables, self.folder, made_from)
-        copy = self.folder.with_name(f"{self.folder.name}.check")
-        again = queries.make_rows(query, tables, copy, made_from)
-        files.disk.remove_tree(copy)
-        if again.digest != kept.digest:
+        if queries.digest_now(query, tables, self.folder) != kept.digest:
             reason = "the query, or a file that it reads, has changed"
             if kept.made_from["sql"] == query.sql:
                 before = kept.made_from["steps"]
@@ -341,7 +338,7 @@ class SavedInput:
                 f"{query.label}: its rows differ from those in {self.folder}, with which the run "
                 f"has begun: {reason}. Nothing was sent."
             )
-        kept = replace(again, folder=self.folder)
+        kept = replace(kept, made_from=made_from)
         kept.record()
         return kept
 

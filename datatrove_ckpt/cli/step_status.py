@@ -68,6 +68,9 @@ def verify(
         elif queries.is_damaged(step.rows):
             say(f"{name}: {step.rows.folder} is damaged. Remove the folder, and run again.")
             codes.append(1)
+        if arguments.full and _has_other_rows(step, steps):
+            say(f"{name}: its query gives other rows. Run again: it says what to do.")
+            codes.append(1)
     for name, source in outdated(steps):
         say(f"{name}: was made of other rows than {source} has now. Run again: it says what to do.")
         codes.append(1)
@@ -75,11 +78,25 @@ def verify(
     return 1 if 1 in codes else max(codes, default=0)
 
 
+def _has_other_rows(step: StepFolder, steps: Mapping[str, StepFolder]) -> bool:
+    """Whether files that a step's query has read have changed."""
+    kept = step.given or step.rows
+    if kept is None:
+        return False
+    query = queries.parse(kept.made_from["sql"], f"{kept.folder}: its query")
+    if not query.reads_files:
+        return False
+    return queries.digest_now(query, _tables(query, steps), kept.folder) != kept.digest
+
+
 def show(steps: Mapping[str, StepFolder], arguments: argparse.Namespace) -> int:
+    query = queries.parse(arguments.sql, "--sql")
+    say(queries.printed(query, _tables(query, steps), arguments.n))
+    return 0
+
+
+def _tables(query: queries.Query, steps: Mapping[str, StepFolder]) -> dict[str, str]:
     from datatrove_ckpt.run_folder.documents import select_rows
 
-    query = queries.parse(arguments.sql, "--sql")
     tables = {name: select_rows(steps[name]) for name in query.tables if name in steps}
-    with_rows = {name: table for name, table in tables.items() if table}
-    say(queries.printed(query, with_rows, arguments.n))
-    return 0
+    return {name: table for name, table in tables.items() if table}

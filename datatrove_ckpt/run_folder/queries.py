@@ -14,8 +14,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import fsspec
 import orjson
 import xxhash
+from fsspec.utils import get_protocol
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.checksummed_lines import explained
@@ -23,6 +25,7 @@ from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import byte_size
 from datatrove_ckpt.common.lazy_pyarrow import pa, pq
 from datatrove_ckpt.common.memory import free_memory
+from datatrove_ckpt.common.object_store import check_url
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.errors import ConfigError, StorageFailed
 
@@ -202,6 +205,33 @@ def make_rows(query: Query, tables: Tables, folder: Path, made_from: JsonObject)
             f"{query.label}: {folder} holds other files, such as {others[0]}. Give the step "
             "another name, or move its folder away."
         )
+    new = folder.with_name(f"{folder.name}.new")
+    files.disk.remove_tree(new)
+    files.disk.make_dirs(new)
+    try:
+        with _computed(query, tables, folder) as groups:
+            digest, rows = _write(groups, new)
+        KeptRows(new, made_from, digest, rows).record()
+        files.disk.sync_dir(new)
+        files.disk.remove_tree(folder)
+        files.disk.rename(new, folder)
+        files.disk.sync_dir(folder.parent)
+    finally:
+        files.disk.remove_tree(new)
+    return KeptRows(folder, made_from, digest, rows)
+
+
+def digest_now(query: Query, tables: Tables, folder: Path) -> str:
+    """Returns the digest that the rows of a query in a folder would have now."""
+    with _computed(query, tables, folder) as groups:
+        digest = xxhash.xxh3_128(groups.schema.serialize())
+        for batch in groups:
+            digest.update(batch.serialize())
+    return digest.hexdigest()
+
+
+@contextmanager
+def _computed(query: Query, tables: Tables, folder: Path) -> Iterator[Any]:
     whole = f"select * from ({query.sql}\n)"
     replaced = []
     for name, kind in columns_of(query, tables).items():
@@ -216,23 +246,12 @@ def make_rows(query: Query, tables: Tables, folder: Path, made_from: JsonObject)
         whole = f"select * replace ({', '.join(replaced)}) from ({query.sql}\n)"
     if not query.is_ordered:
         whole += " order by all"
-    new = folder.with_name(f"{folder.name}.new")
     spill = folder.with_name(f"{folder.name}.spill")
-    files.disk.remove_tree(new)
-    files.disk.make_dirs(new)
     try:
         with _connected(query, tables, str(spill)) as connection:
-            groups = connection.sql(whole).to_arrow_reader(_GROUP)
-            digest, rows = _write(groups, new)
-        KeptRows(new, made_from, digest, rows).record()
-        files.disk.sync_dir(new)
-        files.disk.remove_tree(folder)
-        files.disk.rename(new, folder)
-        files.disk.sync_dir(folder.parent)
+            yield connection.sql(whole).to_arrow_reader(_GROUP)
     finally:
         files.disk.remove_tree(spill)
-        files.disk.remove_tree(new)
-    return KeptRows(folder, made_from, digest, rows)
 
 
 def _write(groups: Any, folder: Path) -> tuple[str, int]:
@@ -277,12 +296,13 @@ def _connected(
         "autoload_known_extensions": False,
         "python_enable_replacements": False,
     }
+    urls = re.findall(r"\b[a-z][a-z0-9]*://[^']*", query.sql)
+    for url in urls:
+        check_url(label, url)
     try:
         with duckdb.connect(config=settings) as connection:
-            for protocol in set(re.findall(r"\b([a-z][a-z0-9]*)://", query.sql)):
-                import fsspec
-
-                connection.register_filesystem(fsspec.filesystem(protocol))
+            for system in {fsspec.filesystem(get_protocol(url)) for url in urls}:
+                connection.register_filesystem(system)
             for name, table in tables.items():
                 if isinstance(table, str):
                     table = connection.sql(table)
@@ -297,8 +317,11 @@ def _connected(
             "or run it where more is free."
         ) from error
     except (duckdb.Error, pa.ArrowException) as error:
-        raise ConfigError(f"{label}: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return redact(str(error).partition("\n\nLINE")[0].replace("\n", " "))
+        text = str(error).partition("\n\nLINE")[0]
+        if text.startswith("Traceback"):  # of fsspec
+            cause = text.splitlines()[-1]
+            text = (
+                f"{' or '.join(urls)} cannot be read from here: {cause}. Without internet, save "
+                "the file where you have it, and name the copy."
+            )
+        raise ConfigError(redact(f"{label}: {text}".replace("\n", " "))) from error

@@ -831,6 +831,41 @@ def test_a_query_of_a_url_needs_no_internet(server, empty_memory_file_system):
         datatrove_ckpt.run(**job(server, {"a": {"sql": "from st_read('x.shp')"}}))
 
 
+@pytest.mark.parametrize(
+    "url, said",
+    [
+        ("http://127.0.0.1:9/a.csv", "ClientConnectorError: Cannot connect to host 127.0.0.1:9"),
+        ("none://a/a.csv", "Protocol not known: none"),
+        ("http://me:sesame@127.0.0.1:9/a.csv", "Set credentials in the environment"),
+    ],
+)
+def test_a_url_that_cannot_be_read_is_one_clear_message(server, url, said):
+    with pytest.raises(ConfigError) as refused:
+        datatrove_ckpt.run(**job(server, {"rows": {"sql": f"from '{url}'"}}))
+    assert said in str(refused.value)
+    assert "sesame" not in str(refused.value)
+    assert "Traceback" not in str(refused.value)
+
+
+def test_verify_finds_that_a_file_of_a_query_has_changed(server, command):
+    steps = {
+        "rows": {"sql": "select * from 'docs.jsonl'"},
+        "answers": {"input": {"sql": "from 'docs.jsonl' limit 3"}, "prompt": "{text}"},
+    }
+    write(server, steps)
+    command("run", "job.yaml")
+    command("verify", "qa", "--full")
+    write_rows("docs.jsonl", [{**row, "topic": "x"} for row in ROWS])
+    command("verify", "qa")
+    found = command("verify", "qa", "--full", code=1)
+    for name in steps:
+        assert f"{name}: its query gives other rows" in found
+    Path("docs.jsonl").unlink()
+    assert (
+        "output: its query: IO Error: No files" in command("verify", "qa", "--full", code=2).error
+    )
+
+
 def test_a_query_beyond_the_memory_is_an_error_that_names_the_way(server, monkeypatch):
     monkeypatch.setattr(queries, "free_memory", lambda: 200_000_000)
     sql = "select n % 3 as g, list(repeat('x', 100) || n order by n desc) as l from range(3000000) r(n) group by g"

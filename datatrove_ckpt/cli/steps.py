@@ -354,8 +354,9 @@ class StepsJob:
                 state = other.found.state()
                 if state is not None and other is not step:
                     before += state.run_totals
-            runner = RunPlan(executor).runners[0].step
-            runner.spent_before = (before.cost / 1e9, before.tokens)
+            spent = (before.cost / 1e9, before.tokens)
+            runner = RunPlan(executor).runners[0]
+            executor.pipeline[runner.index] = runner.step.changed(spent_before=spent)
         return config, executor
 
     def redo(self, names: Sequence[str]) -> None:

@@ -15,19 +15,25 @@ FOLDER = DATA / "texts"
 IS_WRITTEN = "DATATROVE_CKPT_WRITE_GOLDEN" in os.environ
 
 
+def sections(file):
+    """Their texts by title."""
+    path = FOLDER / f"{file}.txt"
+    found = {}
+    if path.exists():
+        for part in path.read_text().split("=== ")[1:]:
+            title, _, text = part.partition("\n")
+            found[title] = text.rstrip("\n")
+    return found
+
+
 def hold(file, section, text, **names):
     """Holds a text against its section. ``names``: what stands there for what differs."""
     for name, value in {**names, "HERE": Path.cwd(), "VERSION": __version__}.items():
         text = text.replace(str(value), name)
-    path = FOLDER / f"{file}.txt"
-    sections = {}
-    if path.exists():
-        for part in path.read_text().split("=== ")[1:]:
-            name, _, content = part.partition("\n")
-            sections[name] = content.rstrip("\n")
+    held = sections(file)
     if not IS_WRITTEN:
-        assert text.rstrip("\n") == sections.get(section), section
+        assert text.rstrip("\n") == held.get(section), section
         return
-    sections[section] = text.rstrip("\n")
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("\n".join(f"=== {name}\n{sections[name]}\n" for name in sections))
+    held[section] = text.rstrip("\n")
+    FOLDER.mkdir(exist_ok=True)
+    (FOLDER / f"{file}.txt").write_text("\n".join(f"=== {name}\n{held[name]}\n" for name in held))

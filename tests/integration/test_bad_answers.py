@@ -3,14 +3,12 @@
 """
 
 import asyncio
-import re
 from pathlib import Path
 
 import pytest
 from datatrove.pipeline.inference.types import InferenceError
 
-from datatrove_ckpt import InferenceConfig
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, ServerRefused
+from datatrove_ckpt.errors import CheckpointMismatch, ServerRefused
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import Budget, ask, chat, documents, results, rows, run_job, runner
 from tests.rank_folders import together
@@ -209,23 +207,6 @@ def test_no_try_is_paid_twice(tmp_path, left):
         runner(tmp_path, server, config=config).run(documents(5)[4:])
     assert texts(tmp_path) == {"4": ["fine 4"]}
     assert len(server.payloads) == 3 + 1
-
-
-@pytest.mark.parametrize(
-    "value, wrong",
-    [
-        ("dropp", 'on_loop: "dropp" is not one of keep, retry, drop, dead_letter'),
-        ({"then": "drop"}, "on_loop.retry: null is not a whole number >= 1"),
-        ({"retry": 1, "then": "retry"}, "on_loop.then: "),
-        ({"retry": 1, "max_token": 9}, "on_loop.max_token: "),
-        ({"retry": 1, "temperature": -1}, "on_loop.temperature: "),
-        ({"retry": 1, "max_tokens": 8192}, "on_loop.max_tokens: 8192 tokens leave no room"),
-        ({"retry": 1, "n": 2}, "on_loop.n: a retry cannot change it."),
-    ],
-)
-def test_what_cannot_work_is_refused(value, wrong):
-    with pytest.raises(ConfigError, match=f"^{re.escape(wrong)}"):
-        InferenceConfig("vllm", "m", on_loop=value)
 
 
 def test_the_short_form_and_its_flags_say_what_was_dropped_and_set_aside(here, command, server):

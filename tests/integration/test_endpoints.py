@@ -361,32 +361,6 @@ def test_each_kind_of_request_has_the_endpoints_name_of_the_model(tmp_path, two,
 # settings ----------------------------------------------------------------------------------------
 
 URL = {"url": "http://e"}
-WRONG = {
-    "endpoint_url: is set beside endpoints": {"endpoint_url": "http://e"},
-    'needs server_type "endpoint"': {"server_type": "vllm"},
-    "provider_batches: needs": {"provider_batches": True},
-    r"endpoints\[1\]: .*url: must start with http": {"endpoints": [URL, {"url": "e"}]},
-    r"endpoints\[0\]: .*url: the value of 'key' in its query": {"endpoints": [{"url": "http://e?key=s3"}]},
-    r"endpoints\[0\]: url: null is not a text": {"endpoints": [{"api_key_env": "K"}]},
-    r'endpoints\[0\]: "api_key" is not one of url, api_key_env': {"endpoints": [{**URL, "api_key": "sk-secret"}]},
-    "takes the name of an environment variable": {"endpoints": [{**URL, "api_key_env": "sk-key"}]},
-    "requests_per_minute: 0 is not": {"endpoints": [{**URL, "requests_per_minute": 0}]},
-    r"endpoints\[0\]: prices.prompt: -1 is not": {"endpoints": [{**URL, "prices": {"prompt": -1}}]},
-    "endpoints: either all have a weight, or none": {"endpoints": [URL, {**URL, "weight": 1}]},
-    "endpoint_url: must be set": {"endpoints": []},
-    r"endpoints\[0\]: .* is not a mapping such as {url: \.\.\.}\.": {"endpoints": ["http://e"]},
-    r"is not a list, each item a mapping such as {url: \.\.\.}\.": {"endpoints": URL},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("said", WRONG)
-def test_endpoints_that_cannot_be_are_refused(said):
-    with pytest.raises(ConfigError, match=said) as error:
-        InferenceConfig(
-            **{"server_type": "endpoint", "model_name_or_path": "m", "endpoints": [URL]}
-            | WRONG[said]
-        )
-    assert "secret" not in str(error.value)
 
 
 def test_max_cost_needs_the_prices_of_each(tmp_path):

@@ -22,7 +22,7 @@ from urllib.request import Request, urlopen
 import pytest
 from datatrove.executor import RayPipelineExecutor
 
-from datatrove_ckpt.errors import ConfigError, GoalReached, LimitReached, StorageFailed
+from datatrove_ckpt.errors import GoalReached, LimitReached, StorageFailed
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
 from datatrove_ckpt.generation.datatrove_errors import DocumentFailed
 from datatrove_ckpt.generation.limit_watch import RunReader
@@ -242,18 +242,6 @@ def test_what_depends_on_a_run_that_until_ended_takes_its_output(server, here):
     first.pipeline[1] = first.pipeline[1].changed(until=None, max_total_tokens=30)
     with pytest.raises(LimitReached):
         first.run()
-
-
-@pytest.mark.parametrize(
-    "more, why",
-    [
-        ({"until": 5, "checkpoints_local_dir": None}, "until: needs checkpoints_local_dir"),
-        ({"until": 5, "config": {"provider_batches": True}}, "until: cannot stop provider_batches"),
-    ],
-)
-def test_limits_that_cannot_work_are_refused(server, tmp_path, more, why):
-    with pytest.raises(ConfigError, match=re.escape(why)):
-        runner(tmp_path, server, **more)
 
 
 @pytest.mark.parametrize("name", ["max_cost", "max_total_tokens"])

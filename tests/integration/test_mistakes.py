@@ -5,14 +5,25 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
+from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
+from datatrove_ckpt import InferenceConfig, LocalPipelineExecutor, SlurmPipelineExecutor, rollouts
 from datatrove_ckpt.cli import job_input
 from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.config.generation_params import refuse_near_misses
+from datatrove_ckpt.config.inference_config import models_of
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.output.writer_checks import check_writer
+from datatrove_ckpt.process.preemption import check_notice
+from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer
 from tests import golden
+from tests.jobs import runner
+from tests.rollouts import asked, document
 
 LINES = """
 run job.yaml --default-generation-params '{max_token: 5}'
@@ -247,3 +258,37 @@ def test_a_file_that_is_gone_before_its_task_starts_is_named(here, command):
     assert "The input file 'b.jsonl'" in said
     assert "is gone since this run began" in said
     assert "The input file of task 2 was gone before the task started." in again
+
+
+def config(kind="vllm", **settings):
+    if kind == "endpoint" and "endpoints" not in settings:
+        settings.setdefault("endpoint_url", "http://127.0.0.1:1")
+    return InferenceConfig(kind, "m", **settings)
+
+
+SERVER = SimpleNamespace(url="http://127.0.0.1:1")
+
+
+def made(server=SERVER, rollout=rollouts.chat, **settings):
+    return runner(Path(), server, rollout, **settings)
+
+
+NAMES = {
+    name: each
+    for each in (
+        *(asked, check_notice, check_writer, config, document, made, models_of, refuse_near_misses),
+        *(FakeServer, InferenceConfig, JsonlReader, JsonlWriter, LocalPipelineExecutor),
+        *(ParquetWriter, Path, SlurmPipelineExecutor),
+    )
+    for name in [each.__name__]
+}
+
+
+@pytest.mark.parametrize("code", golden.sections("mistakes_in_python"))
+def test_a_mistake_in_python_is_answered_by_a_text_about_it(code, here):
+    """``code``: an expression; the title of its section. A new mistake is a title without a text."""
+    with pytest.raises(ConfigError) as refused:
+        eval(code, vars(rollouts) | NAMES)
+    text = str(refused.value)
+    assert "hunter2" not in text
+    golden.hold("mistakes_in_python", code, text)

@@ -3,13 +3,11 @@ document waits for none that it does not need.
 """
 
 import asyncio
-import re
 
 import pytest
 from datatrove.data import Document
 
 from datatrove_ckpt import InferenceConfig
-from datatrove_ckpt.config.inference_config import models_of
 from datatrove_ckpt.errors import ConfigError, DocumentFailed, ServerStartFailed
 from datatrove_ckpt.testing import FakeServer
 from tests import jobs
@@ -118,46 +116,6 @@ def test_several_models_on_several_nodes_are_refused(here, writes, judges, monke
 
 
 # settings ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "",
-        "my judge",
-        "class",
-        "embed",
-        "tp",
-    ],
-)
-def test_a_name_that_cannot_be_one_is_refused(name):
-    made = InferenceConfig("dummy", "m")
-    with pytest.raises(
-        ConfigError, match=rf"^config: {re.escape(repr(name))} cannot be the name of a model"
-    ):
-        models_of({"writer": made, name: made})
-
-
-@pytest.mark.parametrize(
-    "models, said",
-    [
-        ({}, "config: is empty"),
-        (
-            {"writer": InferenceConfig("dummy", "m"), "judge": None},
-            "config: judge: takes an InferenceConfig",
-        ),
-        (
-            {
-                "a": InferenceConfig("dummy", "m"),
-                "b": InferenceConfig("dummy", "m", rollouts_per_document=2),
-            },
-            "b: roll",
-        ),
-    ],
-)
-def test_what_cannot_work_is_refused(here, models, said):
-    with pytest.raises(ConfigError, match=said):
-        jobs.runner(here, models)
 
 
 def test_a_model_that_is_not_there_is_named(here, writes, judges):

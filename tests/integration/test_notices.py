@@ -10,9 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.process import preemption
-from datatrove_ckpt.process.preemption import check_notice, watched_notices
+from datatrove_ckpt.process.preemption import watched_notices
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.patience import until
@@ -117,20 +116,6 @@ def test_a_notice_of_a_cloud_is_told_from_its_other_answers(metadata, cloud, mon
         metadata.notice = real
         assert came.get(timeout=300) == f"a preemption notice (cloud {cloud}: {text})"
     assert metadata.refused == []
-
-
-@pytest.mark.parametrize(
-    "setting, complaint",
-    [
-        ("aws", r"takes {'cloud': NAME}, one of aws, gcp, azure, or {'command': \[program, ...\]}"),
-        ({"command": ["curl", "http://me:secretword@host/"]}, "holds what looks like a secret"),
-        ({"cloud": "ours"}, "one of aws, gcp, azure, or"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(setting, complaint):
-    with pytest.raises(ConfigError, match=complaint) as raised:
-        check_notice(setting, ["SIGTERM"])
-    assert "secretword" not in str(raised.value)
 
 
 # processes ---------------------------------------------------------------------------------------

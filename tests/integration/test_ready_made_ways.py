@@ -58,26 +58,7 @@ def test_killed_after_each_answer_it_ends_the_same_and_nothing_is_asked_twice(
     assert rows(tmp_path) == rows(tmp_path / "other")
 
 
-@pytest.mark.parametrize(
-    "column, settings, error",
-    [
-        (
-            "v",
-            {"metadata_key": "v"},
-            "column: 'v' is the step's metadata_key, which has the results.",
-        ),
-        *(
-            (None, {"metadata_key": name}, f"metadata_key: '{name}' would replace")
-            for name in ("text", "id", "media")
-        ),
-    ],
-)
-def test_a_column_that_would_be_lost_is_refused(ways, tmp_path, column, settings, error):
-    with pytest.raises(ConfigError) as refused:
-        runner(
-            tmp_path, ways, EmbedRollout(column=column), output_writer=parquet(tmp_path), **settings
-        )
-    assert str(refused.value).startswith(error)
+def test_a_metadata_key_of_a_field_loses_nothing_in_json_lines(ways, tmp_path):
     runner(tmp_path, ways, EmbedRollout(), metadata_key="text")
 
 

@@ -9,10 +9,6 @@ import pytest
 from datatrove.utils import _import_utils
 from fsspec.registry import _registry
 
-from datatrove_ckpt import InferenceConfig
-from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.rollouts import PromptRollout, chat
-from tests.jobs import runner
 from tests.yaml_jobs import job_yaml
 
 JOB = job_yaml("server_type: dummy, model_name_or_path: m", tasks=2, data="documents")
@@ -108,47 +104,3 @@ def test_a_key_in_the_place_of_its_variable_is_refused_and_not_shown(refused, ke
     said = refused(("{server_type: dummy, model_name_or_path: m}", config))
     assert "api_key_env: takes the name of an environment variable" in said
     assert "12345" not in said
-
-
-@pytest.mark.parametrize(
-    "params, says",
-    [
-        ({"max_tokens": 0}, ".max_tokens: 0 is not a whole number >= 1."),
-        ({"max_tokens": 8192}, ".max_tokens: 8192 tokens leave no room for a prompt"),
-        ({"top_p": 1.5}, ".top_p: 1.5 is not a number from 0 to 1."),
-    ],
-)
-def test_generation_parameters_with_which_no_request_can_succeed_are_refused(params, says):
-    with pytest.raises(ConfigError) as refused:
-        InferenceConfig(
-            server_type="vllm", model_name_or_path="m", default_generation_params=params
-        )
-    assert str(refused.value).startswith(f"default_generation_params{says}")
-
-
-NO_CHECKPOINT = {"checkpoints_local_dir": None}
-
-
-@pytest.mark.parametrize(
-    "rollout, settings, says",
-    [
-        (PromptRollout(), {"config": {"use_chat": False}}, "use_chat: PromptRollout sends chat messages; set"),
-        (chat, {"checkpoints_local_dir": "s3://bucket/c"}, "checkpoints_local_dir: .* must be a local directory"),
-        (chat, {"checkpoints_local_dir": "memory://c"}, "checkpoints_local_dir: .* must be a local directory"),
-        (chat, {"config": {"on_loop": "dead_letter"}, **NO_CHECKPOINT}, "on_loop: needs checkpoints_local_dir"),
-        (chat, {"on_document_error": "dead_letter", **NO_CHECKPOINT}, "on_document_error: needs checkpoints_local_dir"),
-    ],
-)  # fmt: skip
-def test_settings_that_do_not_go_together_are_refused(tmp_path, server, rollout, settings, says):
-    with pytest.raises(ConfigError, match=f"^{says}"):
-        runner(tmp_path, server, rollout, **settings)
-
-
-@pytest.mark.parametrize("place", ["file://{}", "{}/"])
-def test_a_mirror_in_the_checkpoints_themselves_is_refused(tmp_path, server, place):
-    """It would be no copy, and a run would say nothing of it."""
-    with pytest.raises(
-        ConfigError,
-        match="checkpoints_remote_dir: is this run's own",
-    ):
-        runner(tmp_path, server, checkpoints_remote_dir=place.format(tmp_path / "checkpoints"))

@@ -18,7 +18,6 @@ from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import (
     CkptError,
-    ConfigError,
     RequestFailed,
     RequestRejected,
     ServerRefused,
@@ -1209,8 +1208,3 @@ def test_a_fake_server_that_cannot_start_raises_and_leaves_no_thread():
     with pytest.raises(LookupError), broken:
         pass
     assert not broken._thread.is_alive()
-
-
-def test_a_fake_server_refuses_at_once_a_delay_that_is_no_function():
-    with pytest.raises(ConfigError, match=r"delay: 0.2 is not a function"):
-        FakeServer(delay=0.2)

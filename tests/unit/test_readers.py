@@ -24,7 +24,7 @@ from datatrove.pipeline.readers import IpcReader as OriginalIpc
 from datatrove.pipeline.readers import JsonlReader as OriginalJsonl
 from datatrove.pipeline.readers import ParquetReader as OriginalParquet
 
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
+from datatrove_ckpt.errors import CheckpointMismatch, InputError
 from datatrove_ckpt.readers import (
     CSVReader,
     DamagedLine,
@@ -390,11 +390,6 @@ def test_a_file_whose_name_is_not_utf_8_is_named(tmp_path):
     (tmp_path / os.fsdecode(b"caf\xe9.jsonl")).write_text('{"text": "a"}\n')
     with pytest.raises(InputError, match=r"input file b'caf\\xe9.jsonl' in .* is not UTF-8"):
         list(JsonlReader(tmp_path.as_posix()).run())
-
-
-def test_an_encoding_that_python_lacks_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="encoding: unknown encoding: nope"):
-        JsonlReader(tmp_path.as_posix(), encoding="nope")
 
 
 def test_a_text_in_utf_16_without_a_byte_order_mark_is_refused(tmp_path):

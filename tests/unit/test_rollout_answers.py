@@ -92,29 +92,6 @@ def test_each_engine_gets_its_own_fields(settings, server_type, fields):
     assert sent(PromptRollout(**settings), server_type) == fields
 
 
-DIFFERENT = "engines have different fields for it, and behind server_type 'endpoint' may be any of them. Set engine:"
-
-
-@pytest.mark.parametrize(
-    "settings, server_type, error",
-    [
-        ({"regex": "a"}, "endpoint", f"regex: {DIFFERENT} vllm or sglang; or none"),
-        ({"choice": ["a"]}, "endpoint", f"choice: {DIFFERENT} llamacpp, vllm or sglang; or none"),
-        ({"engine": "vlm"}, "vllm", 'engine: "vlm" is not one of llamacpp, '),
-        ({"engine": "canned"}, "vllm", 'engine: "canned" is not one of llamacpp, '),
-        (
-            {"regex": "a"},
-            "llamacpp",
-            "regex: llama.cpp takes no regex; use choice or json_schema, or set engine: none",
-        ),
-    ],
-)
-def test_a_form_that_nobody_can_ask_for_is_refused(settings, server_type, error):
-    with pytest.raises(ConfigError) as refused:
-        for_config(PromptRollout(**settings), config(server_type))
-    assert str(refused.value).startswith(error)
-
-
 # what is valid -----------------------------------------------------------------------------------
 
 
@@ -222,9 +199,7 @@ def test_the_form_and_the_engine_are_part_of_the_identity():
 # in a run ----------------------------------------------------------------------------------------
 
 
-def test_a_parameter_that_is_nearly_a_known_one_is_refused_but_inside_extra_body(tmp_path, server):
-    with pytest.raises(ConfigError, match=r'max_token: is no .*did you mean "max_tokens"'):
-        PromptRollout(generation_params={"max_token": 5})
+def test_a_parameter_that_is_nearly_a_known_one_is_sent_inside_extra_body(tmp_path, server):
     params = {"extra_body": {"temprature": 0.5}, "my_own_parameter": 1}
     step = runner(tmp_path, server, PromptRollout(), config={"default_generation_params": params})
     step.run([Document(text="x", id="1")])
@@ -267,27 +242,9 @@ OF_OTHER_SERVERS = [
     "k",
     "p",
 ]
-MISTYPED = [
-    "max_token",
-    "maxTokens",
-    "max-tokens",
-    "Temperature",
-    "temprature",
-    "tempurature",
-    "temperatuer",
-    "topP",
-    "stopp",
-    "presense_penalty",
-    "message",
-]
 
 
-def test_only_a_typing_error_in_a_known_parameter_is_refused():
-    for name in MISTYPED:
-        with pytest.raises(ConfigError, match=f"{name}: is no request parameter"):
-            refuse_near_misses([name], "payload")
-    with pytest.raises(ConfigError, match='did you mean "stop"'):
-        refuse_near_misses(["stopp"], "payload")
+def test_a_parameter_of_other_servers_is_no_typing_error():
     refuse_near_misses(OF_OTHER_SERVERS, "payload")
     refuse_near_misses(["presence_penalties"], "payload")
 
@@ -356,9 +313,3 @@ def test_a_rollout_may_put_a_part_of_a_whole_answer_into_the_column(tmp_path, se
 
     run_job(tmp_path, server, 1, rollout, answer="summary")
     assert [type(row["metadata"]["summary"]) for row in rows(tmp_path)] == [int]
-
-
-@pytest.mark.parametrize("name", ["", "text", "rollout_results"])
-def test_a_name_that_is_taken_is_refused(name, tmp_path, server):
-    with pytest.raises(ConfigError, match=r"answer: '.*' is taken, or no name"):
-        runner(tmp_path, server, answer=name)

@@ -5,7 +5,6 @@ much of a text.
 import copy
 import json
 import pickle
-import re
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -59,13 +58,6 @@ def test_keys_of_the_metadata_and_parts_of_their_values_are_filled_in(rollout, p
     given.metadata["text"] = "not this one"
     sent = asked(rollout, given)
     assert sent in ({"prompt": prompt}, {"messages": [{"role": "user", "content": prompt}]})
-
-
-@pytest.mark.parametrize("part", ["rollout_results[1].text", "summary.mood", "summary.moods[0][0]"])
-def test_a_part_that_a_document_lacks_is_named(part):
-    said = f"document 'd1' has no column '{part}'; its columns: text, id, "
-    with pytest.raises(ConfigError, match=re.escape(said)):
-        asked(PromptRollout(f"{{{part}}}"), document(**EARLIER))
 
 
 # lists of messages -------------------------------------------------------------------------------
@@ -192,19 +184,6 @@ def test_auto_is_what_the_context_leaves(words):
         config(model_max_context=100, use_chat=False, default_generation_params={"max_tokens": 98}),
     )
     assert asked(plain, document(LINES)) == {"prompt": "one two "}
-
-
-@pytest.mark.parametrize(
-    "params, error",
-    [
-        ({}, "but the answer's length has no limit. Set max_tokens"),
-        ({"max_tokens": 90}, "leaves no room for a prompt"),
-    ],
-)
-def test_auto_that_cannot_be_known_is_refused(params, error):
-    given = config(model_max_context=100, default_generation_params=params)
-    with pytest.raises(ConfigError, match=f"^max_prompt_tokens: .*{error}"):
-        for_config(PromptRollout(max_prompt_tokens="auto", chars_per_token=3), given)
 
 
 def test_the_models_own_tokenizer_is_the_default_and_part_of_the_identity(words):

@@ -5,7 +5,6 @@ import asyncio
 import pytest
 from datatrove.pipeline.inference.types import InferenceError, InferenceResult
 
-from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts import (
     ChunkedRollout,
     CompletionRollout,
@@ -15,8 +14,6 @@ from datatrove_ckpt.rollouts import (
 )
 from tests.rollouts import Texts, asked, document
 from tests.words import write_tokenizer
-
-ALLOWED = "allowed are {text}, {id}, {KEY} and {metadata[KEY]} for a key of the metadata, {KEY[0].NAME} for a part of it, and {{ or }} for a brace; beside [[DOCUMENT]] for the text, braces have no meaning."
 
 
 class Server:
@@ -79,17 +76,6 @@ def test_a_system_prompt_and_parameters_are_sent_and_a_completion_is_a_plain_pro
     assert sent["temperature"] == 0
     rollout = CompletionRollout("{text}\nIn short:", generation_params={"max_tokens": 9})
     assert asked(rollout, document()) == {"prompt": "Rain falls.\nIn short:", "max_tokens": 9}
-
-
-@pytest.mark.parametrize(
-    "written",
-    ["{}", "{text.__class__}", "{metadata[a][b]}", "{text!r}", "{a[-1]}", "{id[0]}"],
-)
-@pytest.mark.parametrize("kind", [PromptRollout, CompletionRollout, ChunkedRollout])
-def test_a_name_that_is_not_allowed_is_refused_at_once(kind, written):
-    with pytest.raises(ConfigError) as refused:
-        kind(prompt="Look: {text} " + written)
-    assert str(refused.value) == f"prompt: {written} cannot be filled in; {ALLOWED}"
 
 
 @pytest.mark.parametrize("parallel, at_once", [(True, 3), (False, 1)])

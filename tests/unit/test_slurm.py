@@ -19,7 +19,6 @@ from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.common import LAUNCH
 from datatrove_ckpt.common.counts import DocumentCounts
-from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.executors.slurm import SlurmPipelineExecutor
 from tests import golden
 
@@ -256,8 +255,3 @@ def test_an_sbatch_that_prints_no_job_id_is_an_error_with_what_it_printed(
     assert "error: sbatch printed no job id, but ''. Cancel what squeue" in capsys.readouterr().err
     monkeypatch.setenv("PRINTED", "Job {number} is ready")
     assert run("--executor.job_id_position=1") == 0
-
-
-def test_a_variable_in_logging_dir_is_refused_before_jobs_wait_for_it():
-    with pytest.raises(ConfigError, match=r"logging_dir: .*/\$SCRATCH/logs: no variable"):
-        SlurmPipelineExecutor([], 2, "1:00:00", "gpu", logging_dir="$SCRATCH/logs")

@@ -4,7 +4,6 @@ understands.
 
 import inspect
 import sys
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +15,8 @@ from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.cli.yaml_config import build, load, read_value
 from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.rollouts import EmbedRollout, PromptRollout
 from tests import golden
 from tests.yaml_jobs import job_yaml
-
-CONFIGS = Path(__file__).parents[2] / "configs"
 
 JOB = job_yaml(
     "server_type: dummy, model_name_or_path: m", data="documents", output="out", rollout="chat"
@@ -167,53 +163,6 @@ def test_a_mistake_is_one_line_with_its_place(job, old, new):
     assert "hunter2" not in said
     place = new.rpartition("\n")[2].strip() or old
     golden.hold("yaml", place, said, ENGINES=", ".join(ENGINES))
-
-
-@pytest.mark.parametrize(
-    "setting, value, said",
-    [
-        ("tp", True, "true is not a whole number >= 1"),
-        ("tp", 2.5, "2.5 is not a whole number >= 1"),
-        ("use_chat", "false", '"false" is not true or false'),
-        ("hang_timeout", 0, "0 is not a number > 0"),
-        ("endpoint_url", [1], "[1] is not a text or a list such as [a, b]"),
-        ("max_concurrent_generations", "all", '"all" is not auto or a whole number >= 1'),
-        ("max_concurrent_generations", "atuo", '"atuo" is not auto or a whole number >= 1, did you mean "auto"?'),
-    ],
-)  # fmt: skip
-def test_python_checks_a_setting_as_yaml_does(setting, value, said):
-    with pytest.raises(ConfigError) as refused:
-        InferenceConfig("dummy", "m", **{setting: value})
-    assert str(refused.value).rstrip(".") == f"{setting}: {said}"
-
-
-@pytest.mark.parametrize(
-    "cls, setting, value",
-    [
-        (EmbedRollout, "params", "dimensions"),
-        (PromptRollout, "choice", [1]),
-        (partial(LocalPipelineExecutor, []), "start_method", "thread"),
-    ],
-)
-def test_a_value_of_another_kind_is_refused_before_it_is_used(cls, setting, value):
-    with pytest.raises(ConfigError, match=rf"{setting}: .* is not"):
-        cls(**{setting: value})
-
-
-@pytest.mark.parametrize(
-    "setting, value",
-    [
-        ("endpoint_url", {"url": "http://me:hunter2@host"}),
-        ("default_generation_params", [{"extra_headers": {"Authorization": "Bearer hunter2"}}]),
-        ("default_generation_params", {"temperature": "sk-hunter2hunter2hunter2"}),
-        ("model_kwargs", ["--api-key=sk-hunter2hunter2hunter2"]),
-    ],
-)
-def test_a_refused_value_shows_no_secret(setting, value):
-    with pytest.raises(ConfigError) as refused:
-        InferenceConfig("dummy", "m", **{setting: value})
-    assert "***" in str(refused.value)
-    assert "hunter2" not in str(refused.value)
 
 
 def test_a_number_of_numpy_and_a_path_are_what_they_stand_for():

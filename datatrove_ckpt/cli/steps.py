@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Self
+from typing import Self
 
 import orjson
 from datatrove.data import Document
@@ -55,14 +55,13 @@ from datatrove_ckpt.errors import (
     TooManyDeadLetters,
     written_in,
 )
-from datatrove_ckpt.executors.local import close_servers
+from datatrove_ckpt.inference.servers.host import close_warm_servers
 from datatrove_ckpt.output.arrow_types import types_of
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.run_folder import earlier_runs, preflight, queries
-from datatrove_ckpt.run_folder.documents import ShownDocument, select_committed, select_rows
+from datatrove_ckpt.run_folder.documents import ShownDocument, select_rows
 from datatrove_ckpt.run_folder.finding import Finding, run_check
-from datatrove_ckpt.run_folder.queries import Query, Tables
-from datatrove_ckpt.run_folder.run_location import RunLocation
+from datatrove_ckpt.run_folder.queries import KeptRows, Query, Tables
 from datatrove_ckpt.run_folder.run_plan import RunPlan
 from datatrove_ckpt.run_folder.sample import estimate_lines, take_sample
 from datatrove_ckpt.run_folder.steps import STEPS, StepFolder
@@ -87,7 +86,7 @@ _REFUSED = {
 
 
 @dataclass(frozen=True)
-class Step:
+class Step(StepFolder):
     """A step.
 
     Attributes:
@@ -97,28 +96,21 @@ class Step:
         leaves_dead_letters: the steps after it begin although dead letters are left.
     """
 
-    name: str
     label: str
-    folder: Path
     settings: Node
     query: Query | None
-    sources: tuple[Self, ...]
+    sources: list[Self]
     leaves_dead_letters: bool
 
     @property
     def is_run(self) -> bool:
         return bool(self.settings)
 
-    @property
-    def found(self) -> StepFolder:
-        return StepFolder(self.folder)
-
     def unfinished(self) -> str:
         """Returns why the steps after this one may not begin; "" if they may."""
-        found = self.found
-        state = found.state()
+        state = self.state()
         if state is None:
-            return "it has not run" if found.rows is None else ""
+            return "it has not run" if self.rows is None else ""
         reached = state.limits.reached(state.run_totals)
         if not state.is_finished and (reached is None or reached.setting != "until"):
             return _RUNS
@@ -169,17 +161,14 @@ def _read_step(
     if not isinstance(node, dict):
         raise ConfigError(f"{label}: a mapping of settings, or of sql alone; it is {node!r}.")
     settings: Node = {}
-    dead_letters = "stop"
     if "sql" in node:
         yaml_config.refuse_unknown(node, ["sql"], label)
         query: Query | None = queries.parse(str(node["sql"]), label)
     else:
         settings = {"output_format": "parquet", **defaults, **node}
-        dead_letters = settings.pop("dead_letters", dead_letters)
-        yaml_config.refuse_unknown(settings, [*short_form.settings()], label)
+        yaml_config.refuse_unknown(settings, [*short_form.settings(), "dead_letters"], label)
         query = _read_input(settings, f"{label}: input", above)
-    if dead_letters not in ("stop", "leave"):
-        raise ConfigError(f"{label}: dead_letters: stop or leave; it is {dead_letters!r}.")
+    leaves = settings.pop("dead_letters", "stop") == "leave"
     sources = []
     for table in query.tables if query else ():
         if table in above:
@@ -187,8 +176,7 @@ def _read_step(
         elif query and re.fullmatch(r"\w+", table):
             hint = did_you_mean(table, above)
             raise ConfigError(f'{query.label}: there is no step "{table}" above it{hint}')
-    leaves = dead_letters == "leave"
-    return Step(folder.name, label, folder, settings, query, tuple(sources), leaves)
+    return Step(folder, label, settings, query, sources, leaves)
 
 
 def _read_input(settings: Node, label: str, above: Mapping[str, Step]) -> Query | None:
@@ -196,13 +184,11 @@ def _read_input(settings: Node, label: str, above: Mapping[str, Step]) -> Query 
     if isinstance(given, dict):
         yaml_config.refuse_unknown(given, ["sql"], label)
         return queries.parse(str(given.get("sql", "")), label)
-    if given in above:
+    is_word = re.fullmatch(r"\w+", str(given)) and not Path(str(given)).exists()
+    if given in above or is_word:
         key = settings.get("metadata_key", "rollout_results").replace("'", "''")
         sql = f"select columns(lambda name: name <> '{key}') from \"{given}\""
         return Query(label, sql, (str(given),))
-    if given is None or (re.fullmatch(r"\w+", str(given)) and not Path(str(given)).exists()):
-        hint = did_you_mean(given, above)
-        raise ConfigError(f'{label}: "{given}" is neither a file nor a step above it{hint}')
     return None
 
 
@@ -231,19 +217,19 @@ class StepsJob:
 
     # what is on disk -----------------------------------------------------------------------------
 
-    def tables(self, step: Step) -> dict[str, Any]:
+    def tables(self, step: Step) -> Tables:
         """Returns the rows that a step reads of others; of those without rows, the columns."""
-        tables = {}
-        for source in step.sources:
-            rows = select_rows(source.found)
-            tables[source.name] = rows or self.without_rows(source, self.tables(source))
-        return tables
+        return {
+            source.name: select_rows(source) or self.without_rows(source) for source in step.sources
+        }
 
-    def without_rows(self, step: Step, tables: Tables) -> object:
+    def without_rows(self, step: Step) -> object:
         """Returns a table of no row with the columns of a step, as far as they are known: what a
         rollout adds, nobody knows before it has rows.
         """
-        columns = queries.columns_of(step.query, tables) if step.query is not None else {}
+        columns = {}
+        if step.query is not None:
+            columns = queries.columns_of(step.query, self.tables(step))
         if not step.is_run:
             return pa.schema(columns).empty_table()
         _, executor = self.executor(step)
@@ -265,22 +251,9 @@ class StepsJob:
         types = dict(types_of([row.metadata for row in made]))
         return pa.schema(types | columns).empty_table()
 
-    def bind(self) -> Iterator[Finding]:
-        unknown: list[Step] = []
-        for step in self.steps:
-            if any(source in unknown for source in step.sources):
-                text = "a rollout before it has no rows yet, so columns are not known."
-                yield Finding("note", "query", f"{text} `run --sample 3` tries it.", step.name)
-                unknown.append(step)
-            elif step.query is not None:
-                yield from run_check(step.name, self._bind, step, property_name="query")
-            if {"rollout", "task"} & step.settings.keys() and step.unfinished():
-                unknown.append(step)
-
-    def _bind(self, step: Step) -> Iterator[Finding]:
-        assert step.query is not None
-        names = ", ".join(queries.columns_of(step.query, self.tables(step)))
-        yield Finding("ok", "query", f"its columns are {names}.")
+    def bind(self, step: Step) -> None:
+        if step.query is not None:
+            queries.columns_of(step.query, self.tables(step))
 
     # before a step -------------------------------------------------------------------------------
 
@@ -291,21 +264,20 @@ class StepsJob:
             CheckpointMismatch: a run has begun with other rows.
         """
         folder = step.folder
-        found = step.found
-        if step.is_run and found.rows and not found.has_begun:
+        has_begun = step.has_begun
+        if step.is_run and step.rows and not has_begun:
             files.disk.remove_tree(folder / "output")  # of a query, or of a start without rows
         if step.query is None:
             return
-        digests = {source.name: source.found.digest() for source in step.sources}
+        digests = {source.name: source.digest() for source in step.sources}
         made_from = {"sql": step.query.sql, "steps": digests}
         part = layout.KEPT_INPUT if step.is_run else "output"
-        mirror = step.settings.get("checkpoints_remote_dir")
-        saved = SavedInput(folder / part, found.has_begun, mirror)
+        saved = SavedInput(folder / part, has_begun, step.settings.get("checkpoints_remote_dir"))
         kept = saved.save_query(step.query, self.tables(step), made_from)
         if step.is_run:
             saved.record_folder()
-            if not (kept.rows or found.has_begun):
-                nothing = {"nothing": self.without_rows(step, self.tables(step))}
+            if not (kept.rows or has_begun):
+                nothing = {"nothing": self.without_rows(step)}
                 query = Query(step.label, "from nothing")
                 queries.make_rows(query, nothing, folder / "output", made_from)
 
@@ -322,13 +294,16 @@ class StepsJob:
                 job.setdefault("tasks", 1)
         return job
 
-    def executor(self, step: Step, given: str | None = None) -> tuple[Node, PipelineExecutor]:
+    def executor(self, step: Step, given: KeptRows | None = None) -> tuple[Node, PipelineExecutor]:
         """Returns the run of a step in the long form, and its executor. It takes over the answers
         of the folders that ``redo`` has moved aside, if its settings are theirs.
+
+        Args:
+            given: rows in place of its input.
         """
         job = self.job(step)
         if given is not None:
-            job["input"] = given
+            job["input"] = f"{given.folder}/*.parquet"
         named = job.get("finished_from") or []
         old = [named] if isinstance(named, str) else [*named]
         paths = self.root.glob(f"{step.name}.[0-9]*")
@@ -351,7 +326,7 @@ class StepsJob:
         if self.limits and self.limits.keys().isdisjoint(step.settings):
             before = RunTotals()
             for other in self.steps:
-                state = other.found.state()
+                state = other.state()
                 if state is not None and other is not step:
                     before += state.run_totals
             spent = (before.cost / 1e9, before.tokens)
@@ -409,7 +384,7 @@ class StepsJob:
                     self.prepare(step)
                 if step.is_run:
                     plan = RunPlan(self.executor(step)[1])
-                    if step.found.has_begun:
+                    if step.has_begun:
                         earlier_runs.check_job(plan, dry_run=True)
                         earlier_runs.check_inputs_unchanged(plan)
 
@@ -428,7 +403,7 @@ class StepsJob:
         with ExitStack() as stack:
             if not is_worker:
                 stack.callback(Lock(self.root / _RUN_LOCK).release)
-            stack.callback(close_servers)
+            stack.callback(close_warm_servers)
             with self._locked():
                 listed = [step.name for step in self.steps]
                 files.disk.replace(self.root / STEPS, orjson.dumps(listed))
@@ -440,16 +415,14 @@ class StepsJob:
     def _run(self, step: Step) -> Iterator[Step]:
         with self._locked(), _naming(step):
             self.prepare(step)
-        kept = step.found.rows
+        kept = step.rows
         if step.is_run and kept is None:
             yield step
             reason = step.unfinished()
             if reason:
                 raise TooManyDeadLetters(f"{step.label}: {reason}")
-        elif kept is not None and kept.rows:
-            logger.info(f"{step.label}: {plural(kept.rows, 'row')} in {kept.folder}")
         elif kept is not None:
-            logger.warning(f"{step.label}: no row reaches it, so its output has none.")
+            logger.info(f"{step.label}: {plural(kept.rows, 'row')} in {kept.folder}")
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -472,78 +445,69 @@ def examine_steps(short: Node, source: str) -> Iterator[Finding]:
     settings.
     """
     job = StepsJob(short, source)
+    unknown: list[Step] = []
     for step in job.steps:
         if step.is_run:
             _, executor = job.executor(step)
-            if step.query is None or step.found.given is not None:
+            if step.query is None or step.given is not None:
                 for finding in preflight.doctor(executor):
                     yield replace(finding, subject=f"{step.name}: {finding.subject}")
-    yield from job.bind()
+        if any(source in unknown for source in step.sources):
+            text = "a rollout before it has no rows yet, so columns are not known."
+            yield Finding("note", "query", f"{text} `run --sample 3` tries it.", step.name)
+            unknown.append(step)
+        else:
+            yield from run_check(step.name, job.bind, step, property_name="query")
+        if {"rollout", "task"} & step.settings.keys() and step.unfinished():
+            unknown.append(step)
 
 
-@dataclass(frozen=True)
-class SampledRows:
-    """The rows that a step has made of the first rows.
-
-    Attributes:
-        table: see ``queries.Tables``.
-        share: the whole step has so many times as many rows; None if that is not known.
-    """
-
-    table: object
-    share: float | None
-
-
-def sample_steps(job: StepsJob, number: int) -> int:
+def sample_steps(short: Node, source: str, number: int) -> int:
     """Takes the first rows through all steps, in a temporary folder. The answers stay with each
     step, as those of ``run --sample``.
     """
-    sampled: dict[str, SampledRows] = {}
+    job = StepsJob(short, source)
     with TemporaryDirectory(prefix="datatrove-ckpt-") as folder:
+        trial = StepsJob({**short, "run_folder": folder}, source)
+        shares: dict[str, float | None] = {}
         try:
-            for step in job.steps:
-                for line in _sample_step(job, step, number, Path(folder, step.name), sampled):
-                    say(line)
+            for step, tried in zip(job.steps, trial.steps, strict=True):
+                trial.prepare(tried)
+                share: float | None = 1.0
+                if step.query is not None and step.sources:
+                    share = None
+                    if queries.takes_row_by_row(step.query, trial.tables(tried)):
+                        share = shares[step.sources[0].name]
+                if tried.rows is None:
+                    plan = RunPlan(job.executor(step, tried.given)[1])
+                    share = _sample_step(plan, tried, number, share)
+                else:
+                    rows = tried.rows.rows
+                    say(f"{step.name}: {plural(rows, 'row') if rows else 'no row reaches it'}")
+                shares[step.name] = share
         finally:
-            close_servers()
+            close_warm_servers()
     return 0
 
 
-def _sample_step(
-    job: StepsJob, step: Step, number: int, folder: Path, sampled: dict[str, SampledRows]
-) -> Iterator[str]:
-    tables = {source.name: sampled[source.name].table for source in step.sources}
-    given = None
-    share: float | None = 1.0
-    if step.query is not None:
-        kept = queries.make_rows(step.query, tables, folder / layout.KEPT_INPUT, {})
-        if tables:
-            share = None
-            if queries.takes_row_by_row(step.query, tables):
-                share = sampled[step.sources[0].name].share
-        if not (step.is_run and kept.rows):
-            table: object = queries.reads(kept.paths)
-            if step.is_run:
-                table = job.without_rows(step, tables)
-            sampled[step.name] = SampledRows(table, share)
-            yield f"{step.name}: {plural(kept.rows, 'row') if kept.rows else 'no row reaches it'}"
-            return
-        given = f"{kept.folder}/*.parquet"
-    plan = RunPlan(job.executor(step, given)[1])
+def _sample_step(plan: RunPlan, step: Step, number: int, share: float | None) -> float | None:
+    """Sends the first rows of a step. Returns how many times as many rows the whole step makes."""
     with log_disabled("datatrove_ckpt.generation.rank"):
-        sent = take_sample(plan, number, folder, writes_rows=True)
+        sent = take_sample(plan, number, step.folder, writes_rows=True)
     if not sent.documents:
         raise InputError(f"{step.label}: no file of its input has a document.")
+    if sent.is_kept:
+        Path(step.folder, "checkpoints").symlink_to(sent.checkpoints.absolute())
     total = sent.total and share and share * sent.total
-    location = RunLocation(str(folder), sent.checkpoints, [str(folder)])
-    table = select_committed(location, folder / "rows.parquet") or job.without_rows(step, tables)
-    sampled[step.name] = SampledRows(table, total and total / sum(sent.sizes))
-    rows = sum(pq.read_metadata(path).num_rows for path in (folder / "output").glob("*.parquet"))
-    yield f"{step.name}: {plural(len(sent.documents), 'document')} in, {plural(rows, 'row')} out"
+    paths = (step.folder / "output").glob("*.parquet")
+    rows = sum(pq.read_metadata(path).num_rows for path in paths)
+    say(f"{step.name}: {plural(len(sent.documents), 'document')} in, {plural(rows, 'row')} out")
     for place, (document, requests) in enumerate(sent.documents, 1):
         shown = ShownDocument(str(document.id), requests[0].question, requests[-1].answer_text)
-        yield described(place, shown, "question", MOST)
-    yield from estimate_lines(replace(sent, total=total), plan.runners[0].step)
+        say(described(place, shown, "question", MOST))
+    for line in estimate_lines(replace(sent, total=total), plan.runners[0].step):
+        say(line)
+    return total and total / sum(sent.sizes)
 
 
 def _number_of(folder: Path) -> tuple[int, str]:
@@ -565,9 +529,10 @@ def _naming(step: Step) -> Iterator[None]:
 
 def run_steps(short: Node, arguments: argparse.Namespace) -> int:
     """Returns the exit code of the first step that is not finished."""
-    job = StepsJob(short, arguments.config or "the command line")
+    source = arguments.config or "the command line"
     if arguments.sample is not None:
-        return sample_steps(job, arguments.sample)
+        return sample_steps(short, source, arguments.sample)
+    job = StepsJob(short, source)
     if arguments.dry_run or arguments.print_config:
         for step in job.steps:
             say(f"--- # {step.name}{'' if step.is_run else ': a query'}")
@@ -582,7 +547,7 @@ def run_steps(short: Node, arguments: argparse.Namespace) -> int:
             plan = RunPlan(executor)
             if plan.submits:
                 executor.continue_with(shlex.join(again))
-            state = step.found.state()
+            state = step.state()
             has_dead = state is not None and state.delivered.dead > 0
             retries = arguments.retry_dead_letters and has_dead
             own = argparse.Namespace(**{**vars(arguments), "retry_dead_letters": retries})

@@ -37,7 +37,7 @@ _CLOCKS_AND_DICE = (
     "current_timestamp current_localtime current_localtimestamp get_current_time "
     "get_current_timestamp transaction_timestamp localtime localtimestamp nextval currval"
 )
-_WITHOUT_FILES = ("range", "generate_series", "unnest")
+_WITHOUT_FILES = {"range", "generate_series", "unnest"}
 _GROUP = 10_240  # rows of a row group, a multiple of DuckDB's own
 _GROUPS = 10  # of a file: each file may be a task
 _RECORD = ".made_from.json"
@@ -116,28 +116,27 @@ def parse(sql: str, label: str) -> Query:
         )
     statement = parsed["statements"][0]["node"]
     nodes = [*_nodes(statement)]
-    defined = {entry["key"] for node in nodes for entry in node.get("cte_map", {}).get("map", ())}
+    defined = {node["key"] for node in nodes if "key" in node}
     named = [node["table_name"] for node in nodes if node.get("type") == "BASE_TABLE"]
-    functions = [node for node in nodes if node.get("class") == "FUNCTION"]
-    called = [node["function_name"] for node in functions]
-    columns = [node["column_names"][0] for node in nodes if len(node.get("column_names", ())) == 1]
-    without_brackets = [name for name in columns if name.startswith(("current_", "localtime"))]
-    for name in [*called, *without_brackets]:
+    called = [node["function_name"] for node in nodes if "function_name" in node]
+    for node in nodes:
+        columns = node.get("column_names", ())
+        called += [name for name in columns if name.startswith(("current_", "localtime"))]
+    for name in called:
         if name.lower() in _CLOCKS_AND_DICE.split():
             raise ConfigError(
                 f"{label}: {name} has another value at each start, and rows must be equal then. "
                 "For a draw by seed: order by hash(id, 42) limit 1000."
             )
-    if any(sample["seed"] == -1 for node in nodes if (sample := node.get("sample"))):
+    if any(node.get("seed") == -1 for node in nodes):
         raise ConfigError(f"{label}: a sample needs a seed: using sample ... repeatable (42).")
     tables = tuple(dict.fromkeys(name for name in named if name not in defined))
+    sources = {
+        node["function"]["function_name"] for node in nodes if node.get("type") == "TABLE_FUNCTION"
+    }
+    reads_files = any(re.search(r"[./]", table) for table in tables) or sources - _WITHOUT_FILES
     modifiers = [modifier["type"] for modifier in statement["modifiers"]]
-    is_file = any(re.search(r"[./]", table) for table in tables)
-    sources = [node for node in nodes if node.get("type") == "TABLE_FUNCTION"]
-    reads_files = is_file or any(
-        source["function"]["function_name"] not in _WITHOUT_FILES for source in sources
-    )
-    return Query(label, sql, tables, reads_files, "ORDER_MODIFIER" in modifiers)
+    return Query(label, sql, tables, bool(reads_files), "ORDER_MODIFIER" in modifiers)
 
 
 def _nodes(value: object) -> Iterator[Any]:
@@ -184,9 +183,8 @@ def kept_rows(folder: Path) -> KeptRows | None:
 def is_damaged(kept: KeptRows) -> bool:
     try:
         for path in kept.paths:
-            with pq.ParquetFile(path, page_checksum_verification=True) as file:
-                for _ in file.iter_batches():
-                    pass
+            for _ in pq.ParquetFile(path, page_checksum_verification=True).iter_batches():
+                pass
     except (OSError, ValueError):
         return True
     return False
@@ -235,12 +233,8 @@ def _computed(query: Query, tables: Tables, folder: Path) -> Iterator[Any]:
     whole = f"select * from ({query.sql}\n)"
     replaced = []
     for name, kind in columns_of(query, tables).items():
-        other = ""
         if pa.types.is_decimal(kind):  # also a sum of integers
             other = "DOUBLE" if kind.scale else "BIGINT"
-        if pa.types.is_dictionary(kind):  # an ENUM: the digest would not see its values
-            other = "VARCHAR"
-        if other:
             replaced.append(f"cast({quoted(name)} as {other}) as {quoted(name)}")
     if replaced:
         whole = f"select * replace ({', '.join(replaced)}) from ({query.sql}\n)"
@@ -288,19 +282,20 @@ def _connected(
             f"{label}: queries need duckdb: pip install 'datatrove-ckpt[sql]'"
         ) from None
     limit = free_memory() // 2  # a server may stand beside it
-    settings: dict[str, str | bool | int | float | list[str]] = {
-        "threads": 1,
-        "memory_limit": f"{limit}B",
-        "temp_directory": spill,
-        "autoinstall_known_extensions": False,
-        "autoload_known_extensions": False,
-        "python_enable_replacements": False,
-    }
     urls = re.findall(r"\b[a-z][a-z0-9]*://[^']*", query.sql)
     for url in urls:
         check_url(label, url)
     try:
-        with duckdb.connect(config=settings) as connection:
+        with duckdb.connect(
+            config={
+                "threads": 1,
+                "memory_limit": f"{limit}B",
+                "temp_directory": spill,
+                "autoinstall_known_extensions": False,
+                "autoload_known_extensions": False,
+                "python_enable_replacements": False,
+            }
+        ) as connection:
             for system in {fsspec.filesystem(get_protocol(url)) for url in urls}:
                 connection.register_filesystem(system)
             for name, table in tables.items():

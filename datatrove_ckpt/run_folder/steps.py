@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
@@ -15,7 +16,7 @@ import xxhash
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.job_file import recorded_settings
 from datatrove_ckpt.checkpoint.rank_summary import Include, read_ranks
-from datatrove_ckpt.run_folder.queries import kept_rows
+from datatrove_ckpt.run_folder.queries import KeptRows, kept_rows
 from datatrove_ckpt.run_folder.run_location import open_location
 from datatrove_ckpt.run_folder.run_state import RunState, read_run_state
 
@@ -23,18 +24,25 @@ STEPS = "steps.json"
 """File in the run folder that lists the steps, in order."""
 
 
+@dataclass(frozen=True)
 class StepFolder:
-    """What the folder of a step holds.
+    """What the folder of a step holds."""
 
-    Attributes:
-        rows: the rows of a query, or those of a run that no row reaches; None for other runs.
-        given: the rows that a run has begun with, if it reads other steps.
-    """
+    folder: Path
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.rows = kept_rows(folder / "output")
-        self.given = kept_rows(folder / layout.KEPT_INPUT)
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def rows(self) -> KeptRows | None:
+        """The rows of a query, or those of a run that no row reaches; None for other runs."""
+        return kept_rows(self.folder / "output")
+
+    @property
+    def given(self) -> KeptRows | None:
+        """The rows that a run has begun with, if it reads other steps."""
+        return kept_rows(self.folder / layout.KEPT_INPUT)
 
     @property
     def has_begun(self) -> bool:
@@ -47,8 +55,9 @@ class StepFolder:
             return read_run_state(location)
 
     def digest(self) -> str:
-        if self.rows is not None:
-            return self.rows.digest
+        rows = self.rows
+        if rows is not None:
+            return rows.digest
         digest = xxhash.xxh3_128()
         for rank in read_ranks(self.folder / "checkpoints", Include.COMMITS):
             for _, commit in sorted(rank.commits.items()):

@@ -55,7 +55,7 @@ from datatrove_ckpt.errors import (
     TooManyDeadLetters,
     written_in,
 )
-from datatrove_ckpt.inference.servers.host import close_warm_servers
+from datatrove_ckpt.executors.local import close_servers
 from datatrove_ckpt.output.arrow_types import types_of
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.run_folder import earlier_runs, preflight, queries
@@ -403,7 +403,7 @@ class StepsJob:
         with ExitStack() as stack:
             if not is_worker:
                 stack.callback(Lock(self.root / _RUN_LOCK).release)
-            stack.callback(close_warm_servers)
+            stack.callback(close_servers)
             with self._locked():
                 listed = [step.name for step in self.steps]
                 files.disk.replace(self.root / STEPS, orjson.dumps(listed))
@@ -486,7 +486,7 @@ def sample_steps(short: Node, source: str, number: int) -> int:
                     say(f"{step.name}: {plural(rows, 'row') if rows else 'no row reaches it'}")
                 shares[step.name] = share
         finally:
-            close_warm_servers()
+            close_servers()
     return 0
 
 

@@ -174,7 +174,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
     """
 
     keeps_servers = False
-    """Its servers stay for the next executor of this process, until ``close_warm_servers``."""
+    """Its servers stay for the next executor of this process, until ``close_servers``."""
     _is_worker = False  # ends when no rank is free
     # Claims of ranks that this process took; None: the ranks were given.
     _claims: Claims | None = None
@@ -682,6 +682,12 @@ def _work(
     executor = make_executor()
     RunPlan(executor).check_code(identities)
     executor._work_through(ranks, make_executor, slot, overlap, threading.Event())
+
+
+def close_servers() -> None:
+    from datatrove_ckpt.inference.servers.host import close_warm_servers
+
+    close_warm_servers()
 
 
 def not_complete(executor: PipelineExecutor, incomplete: Sequence[int]) -> CkptError:

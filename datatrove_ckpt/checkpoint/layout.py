@@ -94,6 +94,8 @@ SAMPLES = "sample-"
 """Prefix of the folders of ``run --sample`` below ``checkpoints_local_dir``."""
 SAMPLED = "sampled.json"
 """File in the folder of a sample: the run's documents that the sample has."""
+TUNED = "tuned.json"
+"""File in the folder of a sample of ``tune``: its settings, and how fast they are."""
 
 # [0-9], because \d also matches the digits of other scripts.
 _RANK = re.compile(r"[0-9]{5,}")

@@ -327,6 +327,51 @@ def run() -> None:
     """
 
 
+@_command(
+    "tune",
+    _CONFIG,
+    _argument(
+        "N",
+        "rows that each candidate answers; more than the servers take at once (default: 200)",
+        "--sample",
+        type=_count,
+        default=200,
+    ),
+    _argument(
+        "SETTINGS",
+        "of the model, as YAML, to try in place of those that tune thinks of; repeatable",
+        "--try",
+        action="append",
+        default=[],
+        dest="tried",
+    ),
+    _argument(
+        "PRICE",
+        "of a GPU for an hour, to show the cost of a million rows",
+        "--gpu-hour",
+        type=float,
+    ),
+)
+def tune() -> None:
+    """Measure a few settings of the model's servers with rows of the job.
+
+    examples:
+      datatrove-ckpt tune configs/quickstart.yaml --try '{model_kwargs: {threads: 2}}'
+
+    It tries, one after the other, the ways to divide the node's GPUs, and then flags of the engine
+    on top of the best so far. A candidate that is clearly slower ends early. What was measured is
+    kept beside the checkpoints: the same command goes on, and the run takes the answers that its
+    own settings would give. No run may be active on the same GPUs.
+
+    exit codes:
+      0  the best settings are printed
+      1  stopped by an error; the same command goes on
+      2  a mistake in CONFIG or on the command line; nothing was started
+
+    (OVERRIDES)
+    """
+
+
 @_command("kubernetes", _CONFIG)
 def k8s() -> None:
     """Print the job for Kubernetes: a ConfigMap and an Indexed Job.

@@ -67,6 +67,19 @@ class Vllm(Engine):
     drain_seconds = 30.0  # Slurm's KillWait
     continuing_flag = "enable-scale-out"
     memory_share = 0.92
+    # No defaults of any GPU.
+    tuning = (
+        {"max-num-seqs": 512},
+        {"max-num-batched-tokens": 16384},
+        {"kv-cache-dtype": "fp8"},
+        {
+            "speculative-config": {
+                "method": "ngram",
+                "num_speculative_tokens": 5,
+                "prompt_lookup_max": 4,
+            }
+        },
+    )
     causes = (
         (
             Engine.CONTEXT_TOO_LONG,

@@ -724,6 +724,7 @@ class Engine:
         address_flags: flags of its address and key, which ``model_kwargs`` may not name.
         answering_flags: flags that change its answers, so they belong to the run's identity.
         continuing_flag: flag with which it continues half-written answers; "": it does not.
+        tuning: flags that ``datatrove-ckpt tune`` tries, one after the other.
         memory_share: share of a GPU's memory that it takes by default; 0: not known.
     """
 
@@ -765,6 +766,7 @@ class Engine:
     address_flags: ClassVar[tuple[str, ...]] = ("host", "port", "api-key")
     continuing_flag: ClassVar[str] = ""
     memory_share: ClassVar[float] = 0.0
+    tuning: ClassVar[tuple[Kwargs, ...]] = ()
     answering_flags: ClassVar[frozenset[str]] = frozenset(
         {
             "chat-template",

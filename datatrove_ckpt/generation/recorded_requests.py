@@ -1,9 +1,10 @@
 """Records the requests of a rollout, for ``run --sample`` and the checks of prompts."""
 
 import asyncio
+import math
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,8 +67,10 @@ async def unsent_prompts(rollout_fn: Rollout, documents: Iterable[Document]) -> 
     return prompts
 
 
-def noting(rollout_fn: Rollout, recorded: NotedRequests) -> Rollout:
+def noting(rollout_fn: Rollout, recorded: NotedRequests, seconds: float = math.inf) -> Rollout:
+    """Returns a rollout that records its requests, and fails ``seconds`` after the first result."""
     of_rollout = {}  # for ResultEncoder
+    deadline = _Deadline(seconds)
     if isinstance(rollout_fn, ReadyMade):
         rollout_fn.prepare()
         of_rollout["value_of"] = rollout_fn.value_of
@@ -75,12 +78,34 @@ def noting(rollout_fn: Rollout, recorded: NotedRequests) -> Rollout:
         of_rollout["drop_sent"] = rollout_fn.drop_sent
 
     async def rollout(document: Document, generate: Generate, **shared: object) -> object:
-        return await rollout_fn(
-            document, _RecordingGenerate(generate, recorded.setdefault(id(document), [])), **shared
-        )
+        noted = _RecordingGenerate(generate, recorded.setdefault(id(document), []))
+        async with deadline.applied():
+            return await rollout_fn(document, noted, **shared)
 
     vars(rollout).update(of_rollout)
     return rollout
+
+
+class _Deadline:
+    """Ends blocks with TimeoutError, some seconds after the first has ended."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._end = math.inf
+        self._blocks = set[asyncio.Timeout]()
+
+    @asynccontextmanager
+    async def applied(self) -> AsyncIterator[None]:
+        async with asyncio.timeout_at(self._end) as block:
+            self._blocks.add(block)
+            try:
+                yield
+            finally:
+                self._blocks.discard(block)
+        if math.isinf(self._end):
+            self._end = asyncio.get_running_loop().time() + self._seconds
+            for block in self._blocks:
+                block.reschedule(self._end)
 
 
 @dataclass

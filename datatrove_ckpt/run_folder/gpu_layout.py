@@ -15,6 +15,7 @@ from datatrove.data import Document
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.request_cache import read_answers
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import byte_size, percent, plural
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import max_tokens_of
@@ -44,8 +45,11 @@ _FULL_BATCH = 32
 
 
 class GpuLayout(NamedTuple):
-    """Bytes: what a GPU gives, the weights, and the KV cache of an answer with its prompt."""
+    """A model on the GPUs of a task. Bytes: what a GPU gives, the weights, and the KV cache of an
+    answer with its prompt.
+    """
 
+    gpus: int
     gpu: float
     weights: float
     answer: float
@@ -57,20 +61,27 @@ class GpuLayout(NamedTuple):
         copies = max(1.0, tp / self.kv_heads)  # each GPU has a head
         return int((self.gpu * tp - self.weights) // (self.answer * copies))
 
-    def smallest_tp(self, gpus: int, answers: int) -> int:
-        for tp in (1, 2, 4, 8):
-            if tp <= gpus and self.heads % tp == 0 and self.answers(tp) >= answers:
-                return tp
-        return 0
+    def fitting(self, answers: int) -> list[int]:
+        """Returns the values of ``tp`` with which so many answers fit at once."""
+        sizes = [tp for tp in (1, 2, 4, 8) if tp <= self.gpus and self.heads % tp == 0]
+        return [tp for tp in sizes if self.answers(tp) >= answers]
 
 
-def read_layout(config: InferenceConfig, tokens: int) -> GpuLayout | None:
+def read_layout(runner: RunnerPlan, tokens: int) -> GpuLayout | None:
     """Reads the model's folder, or its place in the hub's cache. None: something is not known.
 
     Args:
         tokens: those of an answer with its prompt.
     """
+    config = runner.step.model
     flags = dashed_names(config.model_kwargs)
+    workers = runner.plan.tasks
+    if runner.plan.workers > 0:
+        workers = min(runner.plan.workers, workers)
+    gpus = len(visible_gpus()) // workers
+    # Neither ``dp``, ``pp`` nor flags in their place.
+    if not gpus or config.gpus_each != config.tp:
+        return None
     with suppress(LookupError, OSError, TypeError, ValueError):
         share = float(flags.get("gpu-memory-utilization", config.engine.memory_share))
         gpu = _memory_of_gpu() * share - _WORKING_BYTES
@@ -104,7 +115,7 @@ def read_layout(config: InferenceConfig, tokens: int) -> GpuLayout | None:
         size = model.get("head_dim") or model["hidden_size"] // heads
         elements = 2 * model["num_hidden_layers"] * kv_heads * size * tokens
         answer = elements * _BYTES[flags.get("kv-cache-dtype", dtype)]
-        return GpuLayout(gpu, weights, answer, heads, kv_heads)
+        return GpuLayout(gpus, gpu, weights, answer, heads, kv_heads)
     return None
 
 
@@ -144,22 +155,17 @@ def check_layout(runner: RunnerPlan, documents: Sequence[Document]) -> Iterator[
                 f"{held} of {source}."
             )
             yield Finding("note", "context", text)
-    gpus = len(visible_gpus())
-    tp = config.tp
-    gpu_layout = read_layout(config, length)
-    # Neither ``dp``, ``pp`` nor flags in their place.
-    if not gpus or gpu_layout is None or config.gpus_each != tp:
+    gpu_layout = read_layout(runner, length)
+    if gpu_layout is None:
         return
-    workers = runner.plan.tasks
-    if runner.plan.workers > 0:
-        workers = min(runner.plan.workers, workers)
-    best = gpu_layout.smallest_tp(gpus, _FULL_BATCH) or tp
-    replicas = gpus // best // workers
+    tp = config.tp
+    best = min(gpu_layout.fitting(_FULL_BATCH), default=tp)
+    replicas = gpu_layout.gpus // best
     at_once = gpu_layout.answers(tp)
     sizes = f"{byte_size(gpu_layout.weights)} of weights; a GPU gives {byte_size(gpu_layout.gpu)}"
     if at_once < 1:
         text = f"does not fit {plural(tp, 'GPU')} ({sizes})."
-        if least := gpu_layout.smallest_tp(gpus, 1):
+        for least in gpu_layout.fitting(1)[:1]:
             text += f" Set `tp: {least}`."
         yield Finding("warning", "layout", text)
     elif best <= tp and replicas > config.replicas:
@@ -175,9 +181,20 @@ def check_layout(runner: RunnerPlan, documents: Sequence[Document]) -> Iterator[
         )
         if "kv-cache-dtype" not in dashed_names(config.model_kwargs):
             text += " `model_kwargs: {kv_cache_dtype: fp8}` (before a run begins) doubles that."
-        if 2 * tp <= gpus:
+        if 2 * tp <= gpu_layout.gpus:
             text += f" `tp: {2 * tp}` makes more room."
         yield Finding("note", "KV cache", text)
+
+
+def layouts(runner: RunnerPlan) -> list[JsonObject]:
+    """Returns the settings of other ways to use all GPUs of a task, as far as they are known."""
+    tokens = _sampled_tokens(runner.root)
+    gpu_layout = read_layout(runner, int(quantile(tokens, 0.95))) if tokens else None
+    if gpu_layout is None:
+        return []
+    ways = [(gpu_layout.gpus // tp, tp) for tp in gpu_layout.fitting(1)]
+    present = (runner.step.model.replicas, runner.step.model.tp)
+    return [{"replicas": replicas, "tp": tp} for replicas, tp in ways if (replicas, tp) != present]
 
 
 def _sampled_tokens(root: Path | None) -> list[int]:

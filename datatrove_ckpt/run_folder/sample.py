@@ -53,12 +53,19 @@ class SentSample:
     total: float | None
 
 
-def take_sample(plan: RunPlan, number: int, folder: Path, writes_rows: bool = False) -> SentSample:
+def take_sample(
+    plan: RunPlan,
+    number: int,
+    folder: Path,
+    writes_rows: bool = False,
+    seconds: float = math.inf,
+) -> SentSample:
     """Sends the first documents of up to ten tasks to the first runner.
 
     Args:
         folder: a folder for the output, and for checkpoints that cannot lie beside the run's.
         writes_rows: the output has the run's rows, as Parquet; else whole documents, to be shown.
+        seconds: time after the first answer at which the rest is given up.
 
     Raises:
         CkptError: no document could be sent: see ``InferenceRunner.run``.
@@ -89,7 +96,7 @@ def take_sample(plan: RunPlan, number: int, folder: Path, writes_rows: bool = Fa
     else:
         writer = JsonlWriter(output, "${rank}_${chunk_index}.jsonl", compression=None)
     step = runner.step.changed(
-        rollout_fn=noting(runner.step.rollout_fn, recorded_requests),
+        rollout_fn=noting(runner.step.rollout_fn, recorded_requests, seconds),
         output_writer=writer,
         checkpoints_local_dir=str(checkpoints),
         checkpoints_remote_dir=None,

@@ -89,10 +89,10 @@ def read_layout(runner: RunnerPlan, tokens: int) -> GpuLayout | None:
         if not folder.is_dir():
             from huggingface_hub import try_to_load_from_cache  # slow to import
 
-            found = try_to_load_from_cache(str(folder), "config.json")
-            folder = Path(found or folder / "config.json").parent
+            cached = try_to_load_from_cache(str(folder), "config.json")
+            folder = Path(cached or folder / "config.json").parent
         model = orjson.loads((folder / "config.json").read_bytes())
-        quantization = model.get("quantization_config", {})
+        quantization = model.get("quantization_config") or {}
         slides = model.get("sliding_window") and model.get("use_sliding_window", True)
         is_known = model["architectures"][0] in _ARCHITECTURES and not slides
         if (
@@ -122,9 +122,9 @@ def read_layout(runner: RunnerPlan, tokens: int) -> GpuLayout | None:
 def _memory_of_gpu() -> int:
     """Returns the bytes of this node's smallest GPU; 0 if they are not known."""
     with suppress(OSError, subprocess.SubprocessError, ValueError):
-        said = subprocess.run(_QUERY, capture_output=True, text=True, timeout=10).stdout
-        if "Enabled" not in said:  # else a process sees a part of a GPU
-            return min(int(line.partition(",")[0]) for line in said.splitlines()) << 20
+        output = subprocess.run(_QUERY, capture_output=True, text=True, timeout=10).stdout
+        if "Enabled" not in output:  # else a process sees a part of a GPU
+            return min(int(line.partition(",")[0]) for line in output.splitlines()) << 20
     return 0
 
 
@@ -198,13 +198,16 @@ def layouts(runner: RunnerPlan) -> list[JsonObject]:
 
 
 def _sampled_tokens(root: Path | None) -> list[int]:
-    """Returns the tokens of each answer of the newest sample, with its prompt's."""
-    tokens = []
-    if root is not None:
-        for sample in layout.sample_folders(root)[-1:]:
-            for path in sample.glob(f"*/{layout.KEPT_ANSWERS}"):
-                for row in read_answers(path):
-                    usage = orjson.loads(row.answer.result or b"{}").get("usage", {})
-                    counts = RecordedRequest("", usage=usage).tokens
-                    tokens.append(counts.prompt + counts.completion)
-    return tokens
+    """Returns the tokens of each answer of the newest sample that has some, with its prompt's."""
+    if root is None:
+        return []
+    for sample in reversed(layout.sample_folders(root)):
+        tokens = []
+        for path in sample.glob(f"*/{layout.KEPT_ANSWERS}"):
+            for row in read_answers(path):
+                usage = orjson.loads(row.answer.result or b"{}").get("usage", {})
+                counts = RecordedRequest("", usage=usage).tokens
+                tokens.append(counts.prompt + counts.completion)
+        if any(tokens):
+            return tokens
+    return []

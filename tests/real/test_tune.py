@@ -40,5 +40,6 @@ def test_of_two_candidates_that_with_more_places_wins(here, command, monkeypatch
     found = yaml.safe_load(said.partition("The best settings of the model:\n")[2])
     del flags["max-num-seqs"]
     assert found == {"model_kwargs": {**flags, "max_num_seqs": 16}}
-    command("run", "job.yaml", "--model-kwargs={max_num_seqs: 16}")
+    Path("job.yaml").write_text(yaml.safe_dump({**settings, **found}))
+    command("run", "job.yaml")
     assert command.json("status", "run")["totals"]["work"]["sent"] == 0

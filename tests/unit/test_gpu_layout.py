@@ -7,6 +7,9 @@ import json
 import pytest
 from huggingface_hub import constants
 
+from datatrove_ckpt.cli.short_form import make_executor
+from datatrove_ckpt.run_folder.gpu_layout import layouts
+from datatrove_ckpt.run_folder.run_plan import RunPlan
 from datatrove_ckpt.testing import FakeServer
 from tests.yaml_jobs import doctor_lines, write_rows
 
@@ -82,7 +85,7 @@ _H100 = "81559, Disabled"
 
 def write_model(folder, config, **changes):
     folder.mkdir(parents=True)
-    config = {**config, **changes}
+    config = {"quantization_config": None, **config, **changes}
     (folder / "config.json").write_text(json.dumps(config))
     index = {"metadata": {"total_size": _WEIGHTS[config["architectures"][0]]}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -173,6 +176,7 @@ def test_a_sample_has_measured_the_lengths(node, here, command):
         server.usage = {"prompt_tokens": 2000, "completion_tokens": 6000}
         job = ("run", "--input", "input.jsonl", "--prompt", "{text}", "--model", "model")
         command(*job, "--endpoint", server.url, "--run-folder", "run", "--sample", 3)
+    (here / "run/checkpoints/sample-00002").mkdir()  # it was killed
     flags = ("--max-tokens=30000", "--model-max-context=65536")
     assert node(1, _H100, *flags) == {
         "context": "note: `model_max_context` 65,536 is never used by this input: 8,192 holds 100 "
@@ -225,3 +229,30 @@ def test_what_is_not_known_is_not_said(node, here, config, flag):
 def test_gpus_whose_memory_is_not_known(node, here, line):
     write_model(here / "model", _LLAMA_8B)
     assert node(2, line, "--tp=2") == {}
+
+
+def test_tune_tries_the_other_ways_to_use_all_gpus(node, here, command):
+    write_model(here / "model", _QWEN3_32B)
+    with FakeServer() as server:
+        server.usage = {"prompt_tokens": 2000, "completion_tokens": 6000}
+        job = ["--input=input.jsonl", "--prompt={text}", "--model=model", "--run-folder=run"]
+        command("run", *job, "--endpoint", server.url, "--sample", 3)
+    node(4, _H100)
+    for flags, ways in (
+        (["--tp=4"], [(4, 1), (2, 2)]),
+        (["--workers=2", "--tasks=2"], [(1, 2)]),
+        (["--model-kwargs={gpu-memory-utilization: 0.8}", "--tp=2"], [(2, 2), (1, 4)]),
+        (["--tp=4", "--model-kwargs={revision: abc}"], []),
+    ):
+        _, executor = make_executor(None, [*job, *flags])
+        found = layouts(RunPlan(executor).runners[0])
+        assert found == [{"replicas": replicas, "tp": tp} for replicas, tp in ways]
+
+
+def test_a_sample_without_usage_measures_nothing(node, here, command):
+    write_model(here / "model", _QWEN3_32B)
+    with FakeServer() as server:
+        server.usage = {"prompt_tokens": 0, "completion_tokens": 0}
+        job = ("run", "--input", "input.jsonl", "--prompt", "{text}", "--model", "model")
+        command(*job, "--endpoint", server.url, "--run-folder", "run", "--sample", 3)
+    assert "characters / 4" in node(1, _H100, "--max-tokens=3000")["KV cache"]

@@ -5,6 +5,7 @@
 import argparse
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -21,11 +22,12 @@ from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.run_folder import verify as checks
 from datatrove_ckpt.run_folder.documents import ShownDocument, read_dead_letters, read_documents
 from datatrove_ckpt.run_folder.documents import export as write_export
-from datatrove_ckpt.run_folder.queries import kept_rows
+from datatrove_ckpt.run_folder.queries import is_damaged, kept_rows
 from datatrove_ckpt.run_folder.repair import apply_repair, check_output_folder, make_plan
 from datatrove_ckpt.run_folder.report.page import report_page
 from datatrove_ckpt.run_folder.run_location import RunLocation, restored, upload
 from datatrove_ckpt.run_folder.run_state import check_idle, read_run_state, wanted_files
+from datatrove_ckpt.run_folder.steps import StepFolder, outdated
 
 MOST = 600  # characters of a text; an answer may have twice as many
 
@@ -191,7 +193,7 @@ def report(arguments: argparse.Namespace) -> int:
 def verify(arguments: argparse.Namespace) -> int:
     steps = steps_of(arguments)
     if steps:
-        return step_status.verify(steps, arguments, verify)
+        return _verify_steps(steps, arguments)
     with open_run(arguments, output=arguments.output) as location:
         report = checks.verify(location, arguments.full)
     code = 0
@@ -236,6 +238,30 @@ def verify(arguments: argparse.Namespace) -> int:
     }
     say_result(arguments.json, fields, lines)
     return code
+
+
+def _verify_steps(steps: Mapping[str, StepFolder], arguments: argparse.Namespace) -> int:
+    """Returns the worst exit code."""
+    codes = [0]
+    for name, step in steps.items():
+        if step.has_begun:
+            say(f"{name}:")
+            own = {**vars(arguments), "what": str(step.folder)}
+            codes.append(verify(argparse.Namespace(**own)))
+        elif step.rows is None:
+            say(f"{name}: not finished")
+            codes.append(3)
+        elif is_damaged(step.rows):
+            say(f"{name}: {step.rows.folder} is damaged. Remove the folder, and run again.")
+            codes.append(1)
+        if arguments.full and step_status.has_other_rows(step, steps):
+            say(f"{name}: its query gives other rows. Run again: it says what to do.")
+            codes.append(1)
+    for name, source in outdated(steps):
+        say(f"{name}: was made of other rows than {source} has now. Run again: it says what to do.")
+        codes.append(1)
+    say(f"{plural(len(steps), 'step')} verified.")
+    return 1 if 1 in codes else max(codes)
 
 
 def repair(arguments: argparse.Namespace) -> int:

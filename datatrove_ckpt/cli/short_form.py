@@ -20,7 +20,7 @@ from functools import cache
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import yaml  # type: ignore[import-untyped]
@@ -38,6 +38,9 @@ from datatrove_ckpt.config.templates import parse
 from datatrove_ckpt.errors import ConfigError, form, named, use_form
 from datatrove_ckpt.output.formats import BY_NAME
 from datatrove_ckpt.readers import READERS
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.run_folder.queries import Query
 
 Node = JsonObject
 _READERS = [reader.__name__ for reader in READERS]
@@ -518,14 +521,23 @@ def _input(job: ShortJob, inspect_only: bool, rows: object, saved: SavedInput) -
 
 
 def _query(given: Node, inspect_only: bool, saved: SavedInput) -> str:
-    yaml_config.refuse_unknown(given, ["sql"], "input")
     if not inspect_only:
-        from datatrove_ckpt.run_folder import queries
-
-        query = queries.parse(str(given.get("sql", "")), "input")
+        query = read_query(given, "input")
         saved.save_query(query, {}, {"sql": query.sql, "steps": {}})
         saved.record_folder()
     return f"{saved.folder}/*.parquet"
+
+
+def read_query(given: Node, label: str) -> "Query":
+    """Reads ``{sql: ...}``.
+
+    Raises:
+        ConfigError: see ``queries.parse``.
+    """
+    from datatrove_ckpt.run_folder import queries
+
+    yaml_config.refuse_unknown(given, ["sql"], label)
+    return queries.parse(str(given.get("sql", "")), label)
 
 
 def free_answer(columns: Collection[str]) -> str:

@@ -1,7 +1,7 @@
-"""``status``, ``verify`` and ``show --sql`` of a run folder with steps."""
+"""The steps of a run folder, for ``status``, ``verify`` and ``show --sql``."""
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import orjson
 
@@ -49,36 +49,7 @@ def status(steps: Mapping[str, StepFolder], arguments: argparse.Namespace) -> in
     return code
 
 
-def verify(
-    steps: Mapping[str, StepFolder],
-    arguments: argparse.Namespace,
-    verify_run: Callable[[argparse.Namespace], int],
-) -> int:
-    """Verifies each step. Returns the worst exit code."""
-    codes = []
-    for name, step in steps.items():
-        if step.has_begun:
-            say(f"{name}:")
-            codes.append(
-                verify_run(argparse.Namespace(**{**vars(arguments), "what": str(step.folder)}))
-            )
-        elif step.rows is None:
-            say(f"{name}: not finished")
-            codes.append(3)
-        elif queries.is_damaged(step.rows):
-            say(f"{name}: {step.rows.folder} is damaged. Remove the folder, and run again.")
-            codes.append(1)
-        if arguments.full and _has_other_rows(step, steps):
-            say(f"{name}: its query gives other rows. Run again: it says what to do.")
-            codes.append(1)
-    for name, source in outdated(steps):
-        say(f"{name}: was made of other rows than {source} has now. Run again: it says what to do.")
-        codes.append(1)
-    say(f"{plural(len(steps), 'step')} verified.")
-    return 1 if 1 in codes else max(codes, default=0)
-
-
-def _has_other_rows(step: StepFolder, steps: Mapping[str, StepFolder]) -> bool:
+def has_other_rows(step: StepFolder, steps: Mapping[str, StepFolder]) -> bool:
     """Whether files that a step's query has read have changed."""
     kept = step.given or step.rows
     if kept is None:

@@ -61,7 +61,7 @@ from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.run_folder import earlier_runs, preflight, queries
 from datatrove_ckpt.run_folder.documents import ShownDocument, select_rows
 from datatrove_ckpt.run_folder.finding import Finding, run_check
-from datatrove_ckpt.run_folder.queries import KeptRows, Query, Tables
+from datatrove_ckpt.run_folder.queries import Query, Tables
 from datatrove_ckpt.run_folder.run_plan import RunPlan
 from datatrove_ckpt.run_folder.sample import estimate_lines, take_sample
 from datatrove_ckpt.run_folder.steps import STEPS, StepFolder
@@ -162,8 +162,7 @@ def _read_step(
         raise ConfigError(f"{label}: a mapping of settings, or of sql alone; it is {node!r}.")
     settings: Node = {}
     if "sql" in node:
-        yaml_config.refuse_unknown(node, ["sql"], label)
-        query: Query | None = queries.parse(str(node["sql"]), label)
+        query: Query | None = short_form.read_query(node, label)
     else:
         settings = {"output_format": "parquet", **defaults, **node}
         yaml_config.refuse_unknown(settings, [*short_form.settings(), "dead_letters"], label)
@@ -182,8 +181,7 @@ def _read_step(
 def _read_input(settings: Node, label: str, above: Mapping[str, Step]) -> Query | None:
     given = settings.get("input")
     if isinstance(given, dict):
-        yaml_config.refuse_unknown(given, ["sql"], label)
-        return queries.parse(str(given.get("sql", "")), label)
+        return short_form.read_query(given, label)
     is_word = re.fullmatch(r"\w+", str(given)) and not Path(str(given)).exists()
     if given in above or is_word:
         key = settings.get("metadata_key", "rollout_results").replace("'", "''")
@@ -281,35 +279,28 @@ class StepsJob:
                 query = Query(step.label, "from nothing")
                 queries.make_rows(query, nothing, folder / "output", made_from)
 
-    def job(self, step: Step) -> Node:
-        job = {**self.limits, **step.settings}
-        job["run_folder"] = str(step.folder)
-        monitoring = job.get("monitoring") or {}
-        name = f"{monitoring.get('run_name') or self.root.name}/{step.name}"
-        job["monitoring"] = {**monitoring, "run_name": name}
-        if step.query is not None:
-            given = step.folder / layout.KEPT_INPUT
-            job["input"] = f"{given}/*.parquet"
-            if not given.exists():
-                job.setdefault("tasks", 1)
-        return job
-
-    def executor(self, step: Step, given: KeptRows | None = None) -> tuple[Node, PipelineExecutor]:
+    def executor(self, step: Step, rows: Path | None = None) -> tuple[Node, PipelineExecutor]:
         """Returns the run of a step in the long form, and its executor. It takes over the answers
         of the folders that ``redo`` has moved aside, if its settings are theirs.
 
         Args:
-            given: rows in place of its input.
+            rows: the folder with the rows of its query; None: that of the step.
         """
-        job = self.job(step)
-        if given is not None:
-            job["input"] = f"{given.folder}/*.parquet"
+        job = {**self.limits, **step.settings, "run_folder": str(step.folder)}
+        monitoring = job.get("monitoring") or {}
+        name = f"{monitoring.get('run_name') or self.root.name}/{step.name}"
+        job["monitoring"] = {**monitoring, "run_name": name}
+        if step.query is not None:
+            rows = rows or step.folder / layout.KEPT_INPUT
+            job["input"] = f"{rows}/*.parquet"
+            if not rows.exists():
+                job.setdefault("tasks", 1)
         named = job.get("finished_from") or []
         old = [named] if isinstance(named, str) else [*named]
         paths = self.root.glob(f"{step.name}.[0-9]*")
         moved = [path for path in paths if StepFolder(path).has_begun]
         with written_in(step.label):
-            for folder in sorted(moved, key=_number_of, reverse=True):
+            for folder in sorted(moved, key=lambda path: (len(path.name), path), reverse=True):
                 listed = (folder / "output", folder / "checkpoints")
                 parts = [str(part) for part in listed if part.exists()]
                 more = {**job, "finished_from": [*old, *parts]}
@@ -347,27 +338,26 @@ class StepsJob:
             if name not in listed:
                 raise ConfigError(f"--redo: {name} is no step{did_you_mean(name, listed)}")
         again: list[Step] = []
-        folders: list[Path] = []
-        for step in self.steps:
-            if step.name not in names and not any(source in again for source in step.sources):
-                continue
-            again.append(step)
-            if step.folder.exists():
-                folders.insert(0, step.folder)  # no step is ever beside newer input
-            if step.settings.get("checkpoints_remote_dir"):
-                raise ConfigError(
-                    f"{step.label}: checkpoints_remote_dir: --redo does not move a mirror. Give "
-                    "another mirror and another run_folder."
-                )
         with ExitStack() as stack:
-            for folder in folders:
-                state = StepFolder(folder).state()
+            for step in self.steps:
+                if step.name not in names and not any(source in again for source in step.sources):
+                    continue
+                again.append(step)
+                if step.settings.get("checkpoints_remote_dir"):
+                    raise ConfigError(
+                        f"{step.label}: checkpoints_remote_dir: --redo does not move a mirror. "
+                        "Give another mirror and another run_folder."
+                    )
+                state = step.state()
                 if state is not None and state.is_at_work:
-                    raise CheckpointLocked(f"A process works on {folder}. Stop it, and run again.")
-                for rank in layout.rank_folders(folder / "checkpoints"):
+                    raise CheckpointLocked(
+                        f"A process works on {step.folder}. Stop it, and run again."
+                    )
+                for rank in layout.rank_folders(step.folder / "checkpoints"):
                     stack.callback(Lock(rank / layout.LOCK).release)
-            for folder in folders:
-                files.disk.rename(folder, files.free_name(folder, "."))
+            for step in reversed(again):  # no step is ever beside newer input
+                if step.folder.exists():
+                    files.disk.rename(step.folder, files.free_name(step.folder, "."))
             files.disk.sync_dir(self.root)
 
     # the run -------------------------------------------------------------------------------------
@@ -410,19 +400,16 @@ class StepsJob:
                 self.redo(redo)
                 self.check()
             for step in self.steps:
-                yield from self._run(step)
-
-    def _run(self, step: Step) -> Iterator[Step]:
-        with self._locked(), _naming(step):
-            self.prepare(step)
-        kept = step.rows
-        if step.is_run and kept is None:
-            yield step
-            reason = step.unfinished()
-            if reason:
-                raise TooManyDeadLetters(f"{step.label}: {reason}")
-        elif kept is not None:
-            logger.info(f"{step.label}: {plural(kept.rows, 'row')} in {kept.folder}")
+                with self._locked(), _naming(step):
+                    self.prepare(step)
+                kept = step.rows
+                if kept is not None:
+                    logger.info(f"{step.label}: {plural(kept.rows, 'row')} in {kept.folder}")
+                    continue
+                yield step
+                reason = step.unfinished()
+                if reason:
+                    raise TooManyDeadLetters(f"{step.label}: {reason}")
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -479,7 +466,7 @@ def sample_steps(short: Node, source: str, number: int) -> int:
                     if queries.takes_row_by_row(step.query, trial.tables(tried)):
                         share = shares[step.sources[0].name]
                 if tried.rows is None:
-                    plan = RunPlan(job.executor(step, tried.given)[1])
+                    plan = RunPlan(job.executor(step, tried.folder / layout.KEPT_INPUT)[1])
                     share = _sample_step(plan, tried, number, share)
                 else:
                     rows = tried.rows.rows
@@ -508,10 +495,6 @@ def _sample_step(plan: RunPlan, step: Step, number: int, share: float | None) ->
     for line in estimate_lines(replace(sent, total=total), plan.runners[0].step):
         say(line)
     return total and total / sum(sent.sizes)
-
-
-def _number_of(folder: Path) -> tuple[int, str]:
-    return len(folder.name), folder.name
 
 
 @contextmanager
@@ -548,9 +531,8 @@ def run_steps(short: Node, arguments: argparse.Namespace) -> int:
             if plan.submits:
                 executor.continue_with(shlex.join(again))
             state = step.state()
-            has_dead = state is not None and state.delivered.dead > 0
-            retries = arguments.retry_dead_letters and has_dead
-            own = argparse.Namespace(**{**vars(arguments), "retry_dead_letters": retries})
+            own = argparse.Namespace(**vars(arguments))
+            own.retry_dead_letters &= state is not None and state.delivered.dead > 0
             with written_in(step.label):
                 code = run_job(config, executor, own)
             if code:

@@ -531,8 +531,9 @@ def run_steps(short: Node, arguments: argparse.Namespace) -> int:
             if plan.submits:
                 executor.continue_with(shlex.join(again))
             state = step.state()
-            own = argparse.Namespace(**vars(arguments))
-            own.retry_dead_letters &= state is not None and state.delivered.dead > 0
+            has_dead = state is not None and state.delivered.dead > 0
+            retries = arguments.retry_dead_letters and has_dead
+            own = argparse.Namespace(**{**vars(arguments), "retry_dead_letters": retries})
             with written_in(step.label):
                 code = run_job(config, executor, own)
             if code:

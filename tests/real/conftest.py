@@ -27,10 +27,10 @@ def _the_tests_go_on(monkeypatch):
 
 
 @pytest.fixture
-def ranks():
+def ranks(request):
     from tests.real.training_ranks import Ranks
 
-    return Ranks()
+    return Ranks(request.module.__name__)
 
 
 @pytest.fixture

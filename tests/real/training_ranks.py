@@ -33,11 +33,15 @@ def called(target, arguments):
 
 
 class Ranks:
-    """The script, or a function, on several ranks, each a process."""
+    """The script, or a function, on several ranks, each a process.
 
-    def __init__(self):
+    Args:
+        module: of the functions, which is imported once for all processes.
+    """
+
+    def __init__(self, module=__name__):
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([__name__])
+        self._context.set_forkserver_preload([__name__, module])
 
     def _start(self, size, variables, target, *arguments):
         made = (size, free_port(), variables, target, arguments)

@@ -17,6 +17,7 @@ import asyncio
 import json
 import resource
 import sys
+import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -41,6 +42,7 @@ class Run:
     concurrency: int = 256
     chunk: int = 1000
     watch_loop: bool = False
+    count_bytecodes: bool = False
     replay_check: bool = True
 
 
@@ -53,6 +55,7 @@ async def ask(document, generate):
 
 def run_ours(run):
     from datatrove_ckpt import InferenceConfig, InferenceRunner, readers
+    from datatrove_ckpt.generation import rank  # noqa: F401 (so that importing it is no part of the run)
 
     config = InferenceConfig(**_config(run), hang_timeout=120)
     return _step(run, InferenceRunner, config, readers)
@@ -148,6 +151,32 @@ SYSTEMS = {
 }
 
 
+def counted(work, results):
+    """Returns ``work``, which then puts the number of bytecodes that all its threads executed into
+    ``results``. Unlike CPU time, it is the same on a busy machine.
+    """
+    count = 0
+
+    def trace(frame, event, _):
+        nonlocal count
+        frame.f_trace_lines = False
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    def run():
+        threading.settrace(trace)
+        sys.settrace(trace)
+        try:
+            work()
+        finally:
+            sys.settrace(None)
+            threading.settrace(None)
+            results["bytecodes"] = count
+
+    return run
+
+
 def cpu_seconds(who=resource.RUSAGE_SELF):
     used = resource.getrusage(who)
     return used.ru_utime + used.ru_stime
@@ -180,6 +209,8 @@ def main():
         from tests.bench.loop_watch import watched
 
         work = watched(work, health)
+    if run.count_bytecodes:
+        work = counted(work, health)
     before, started = cpu_seconds(), time.monotonic()
     work()
     ended, cpu = time.monotonic(), cpu_seconds() - before

@@ -18,6 +18,7 @@ from typing import IO, Any, ClassVar, Protocol, runtime_checkable
 from datatrove.data import Document, DocumentsPipeline, Media
 from datatrove.io import DataFolderLike
 from datatrove.pipeline.readers.base import BaseDiskReader
+from datatrove.utils.stats import MetricStats, Stats
 from loguru import logger
 from tqdm import tqdm
 
@@ -125,6 +126,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     types: DeclaredTypes | None = None
     _damaged_rows = 0
     _has_read_row = False
+    _lengths: list[int] = []  # noqa: RUF012 (a run replaces it, and never changes it)
 
     def __init__(
         self,
@@ -150,6 +152,31 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         self.shuffle_seed = shuffle_seed
         self.path_columns = path_columns
         self.max_skipped = max_skipped
+
+    @property
+    def stats(self) -> Stats:
+        """The statistics of ``update_doc_stats``. The lengths of texts are added here, because one
+        by one they would cost as much as reading their lines.
+        """
+        stats: Stats = self.__dict__["stats"]
+        lengths = self._lengths
+        if lengths:
+            self._lengths = []
+            mean = sum(lengths) / len(lengths)
+            stats["doc_len"] += MetricStats(
+                sum(lengths),
+                len(lengths),
+                mean,
+                min(lengths),
+                max(lengths),
+                sum((length - mean) ** 2 for length in lengths),
+            )
+        return stats
+
+    @stats.setter
+    def stats(self, stats: Stats) -> None:
+        self.__dict__["stats"] = stats
+        self._lengths = []
 
     def state_dict(self) -> ReaderState:
         """Returns the position right after the last document that the reader yielded."""
@@ -192,6 +219,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if data:
             yield from data
         self._position = None
+        self._lengths = []
         self._file_extent = FileProgress()
         start = start_reader(self._next_state)
         self._start_state = start.state
@@ -224,12 +252,13 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     ) -> Document | None:
         self._prepare(data, source_file)
         fields = self.adapter(data, source_file, id_in_file)
-        if self.text_key is None and not fields.get("text"):
+        text = fields.get("text")
+        if self.text_key is None and not text:
             metadata = fields.get("metadata", {})
             fields["text"] = ""
             if isinstance(metadata.get("text"), str | None):
                 fields["text"] = metadata.pop("text", None) or ""
-        elif not fields.get("text"):
+        elif not text:
             if not self._empty_warning:
                 self._empty_warning = True
                 logger.warning(
@@ -238,10 +267,10 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 )
             return None
         # datatrove's Document and its statistics need a text with a length that is not bytes.
-        if not hasattr(fields["text"], "__len__") or isinstance(fields["text"], bytes):
+        elif not hasattr(text, "__len__") or isinstance(text, bytes):
             raise DocumentNotSerializable(
                 f"The document {fields.get('id')!r} of the input file {source_file!r} has a text "
-                f"of type {type(fields['text']).__name__}, not str. Write it as a string, set "
+                f"of type {type(text).__name__}, not str. Write it as a string, set "
                 f"types: {{{self.text_key}: string}} (JSON lines), a text_key that gives one, or "
                 "write an adapter."
             )
@@ -262,9 +291,10 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if self.add_file_path:
             if self._resolved is None:
                 self._resolved = {}
-            if source_file not in self._resolved:
-                self._resolved[source_file] = path_of(self.data_folder, source_file)
-            document.metadata.setdefault("file_path", self._resolved[source_file])
+            path = self._resolved.get(source_file)
+            if path is None:
+                path = self._resolved[source_file] = path_of(self.data_folder, source_file)
+            document.metadata.setdefault("file_path", path)
         return document
 
     def _prepare(self, row: Row, source_file: str) -> None:
@@ -592,7 +622,9 @@ class _InputPass:
                 self.yielded += 1
                 position = (start.number, self.yielded, file, file_position, start.skipped)
                 document.position = reader._position = position
-                reader.update_doc_stats(document)
+                reader._lengths.append(len(document.text))
+                if token_count := document.metadata.get("token_count"):
+                    reader.stat_update("doc_len_tokens", value=token_count, unit="doc")
                 yield document
                 if reader.doc_progress:
                     self.documents_bar.update()

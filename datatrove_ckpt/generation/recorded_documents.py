@@ -281,8 +281,10 @@ class RecordedDocuments:
         slot: ChunkSlot,
         rollouts: int,
     ) -> DocumentAnswers:
+        if not self._limit or source.finished is not None:
+            return DocumentAnswers(rank, slot, source.id, rollouts)
         number = self.hash_of(self._rank, slot.ordinal)
-        if number < self._limit and number not in self._hashes and source.finished is None:
+        if number < self._limit and number not in self._hashes:
             with suppress(DocumentNotSerializable):
                 read = encode(source.document)
                 if len(read) < _MAX_BYTES:
@@ -303,9 +305,18 @@ class RecordedDocuments:
             expected = _MARGIN * layout.MAX_RECORDED * self._share / documents
             self._limit = min(self._limit, int(expected * _ALL))
 
-    def has_room(self, name: str) -> bool:
-        smallest = self._hashes[: layout.MAX_RECORDED]
-        return _hash_in(name) <= smallest[-1]
+    def taken(
+        self, batch: Iterable[tuple[RecordingAnswers, FinishedDocument]]
+    ) -> list[RecordedDocument]:
+        """Returns the documents of a batch that are among those with the smallest hashes."""
+        highest = self._hashes[: layout.MAX_RECORDED][-1]
+        documents = []
+        for answers, finished in batch:
+            if not self.is_stopped and _hash_in(answers.name) <= highest:
+                document = answers.record(finished)
+                if document is not None:
+                    documents.append(document)
+        return documents
 
     def finish(self, answers: DocumentAnswers, finished: FinishedDocument) -> None:
         if isinstance(answers, RecordingAnswers):

@@ -54,7 +54,6 @@ from datatrove_ckpt.generation.quality import AnswerQuality
 from datatrove_ckpt.generation.recorded_documents import (
     RecordedDocument,
     RecordedDocuments,
-    RecordingAnswers,
     Stepped,
     process_names,
 )
@@ -75,7 +74,7 @@ from datatrove_ckpt.rollouts import Rollout
 SECONDS = 1.0  # of a check at a start, and of the replay of a document that is recorded
 _FRESH_SECONDS = 60.0
 _RECORDING_SECONDS = 5.0  # of all replays of an attempt
-_BATCH = 16  # documents that are written together
+_BATCH = 16  # documents that are recorded together
 _EXCERPT = 60  # characters
 _CHANGING = re.compile(
     r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}|\b[0-9a-f]{32,64}\b|\b0x[0-9a-f]{6,}"
@@ -431,53 +430,47 @@ class Replays:
     async def record(self) -> None:
         recorded = self.recorded
         queue = recorded.finished
-        ready: list[RecordedDocument] = []
         while True:
-            answers, finished = await queue.get()
+            batch = [await queue.get()]
+            while len(batch) < _BATCH and not queue.empty():
+                batch.append(queue.get_nowait())
             try:
-                if not recorded.is_stopped:
-                    ready += await self._repeated(answers, finished)
-                if ready and (queue.empty() or len(ready) == _BATCH):
-                    await in_own_thread(recorded.put, [*ready])
-                    ready.clear()
+                # Searching 200 kB for secrets takes 50 ms.
+                documents = await in_own_thread(recorded.taken, batch)
+                repeated = [document for document in documents if await self._repeats(document)]
+                if repeated:
+                    await in_own_thread(recorded.put, repeated)
                 if self._spent > _RECORDING_SECONDS:  # no start has the time for more
                     recorded.stop()
             except Exception as error:  # a full disk, or a defect of this check
-                ready.clear()
                 self._stop(error)
             finally:
-                queue.task_done()
+                for _ in batch:
+                    queue.task_done()
 
     def _stop(self, error: Exception) -> None:
         logger.warning(f"replay check: no more documents are recorded: {error!r}")
         self.recorded.stop()
 
-    async def _repeated(
-        self, answers: RecordingAnswers, finished: FinishedDocument
-    ) -> list[RecordedDocument]:
-        recorded = self.recorded
-        why = ""
+    async def _repeats(self, document: RecordedDocument) -> bool:
+        if self.recorded.is_stopped:
+            return False
         if ROLLOUTS.effect:
             why = f"it was seen to {ROLLOUTS.effect}"
-        elif recorded.waits:
+        elif self.recorded.waits:
             why = "it waits for other documents"
-        elif recorded.has_room(answers.name):
-            # Searching 200 kB for secrets takes 50 ms.
-            document = await in_own_thread(answers.record, finished)
-            if document is None:
-                return []
+        else:
             try:
                 difference = await self.replay(document, SECONDS)
                 if difference is None:
-                    return [document]
+                    return True
                 why = f"it does not repeat itself for equal answers ({difference})"
             except TimeoutError:
-                return []
+                return False
             except SeenToAct as error:
                 why = f"it was seen to {error}"
-        if why:
-            await self._end(why)
-        return []
+        await self._end(why)
+        return False
 
 
 def mismatch(verdict: Verdict) -> CheckpointMismatch:

@@ -41,7 +41,7 @@ from datatrove_ckpt.checkpoint.history import History, read_history
 from datatrove_ckpt.checkpoint.journal import read_finished
 from datatrove_ckpt.checkpoint.lock import lock_holder
 from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
-from datatrove_ckpt.common.counts import DocumentCounts, RunNumbers
+from datatrove_ckpt.common.counts import CompletedWork, DocumentCounts, RunNumbers
 from datatrove_ckpt.common.formatting import as_line, cut, number_range
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigError
 
@@ -363,9 +363,9 @@ def _read_journals(
     counted = {}
     for index in listing.journals:
         documents = read_finished(Path(listing.path(layout.journal_name(index))), {})
-        counted[index] = DocumentCounts.of(
+        counted[index] = CompletedWork.of(
             [document.took for _, document in documents if document is not None]
-        )
+        ).counts
     return counted
 
 

@@ -444,7 +444,7 @@ class DocumentCounts(Counts):
     lengths: LogHistogram = field(default_factory=LogHistogram, kw_only=True)
 
     @classmethod
-    def of(cls, documents: Sequence[DocumentTally]) -> Self:
+    def of(cls, documents: Sequence[DocumentTally], tokens: Sequence[int]) -> Self:
         outcomes = [outcome for outcome, _, _, _ in documents]
         sums = map(sum, zip(*[numbers for _, numbers, _, _ in documents], strict=True))
         written = outcomes.count("written")
@@ -453,7 +453,7 @@ class DocumentCounts(Counts):
         for _, _, _, reasons in documents:
             for reason, times in reasons.items():
                 counted[reason] += times
-        lengths = LogHistogram.of(_tokens_of(documents)[1::2])
+        lengths = LogHistogram.of(tokens[1::2])
         dropped = len(outcomes) - written - dead
         return cls(len(outcomes), written, dropped, dead, *sums, reasons=counted, lengths=lengths)
 
@@ -568,7 +568,7 @@ class WorkStats(Counts):
     failed_requests: int = 0
 
     @classmethod
-    def of(cls, documents: Sequence[DocumentTally]) -> Self:
+    def of(cls, documents: Sequence[DocumentTally], tokens: Sequence[int]) -> Self:
         requests: list[int] = []
         successful: list[int] = []
         dropped: list[int] = []
@@ -581,9 +581,9 @@ class WorkStats(Counts):
                 failed += work.failed
             else:
                 requests.append(numbers[0])
-                successful.append(int(outcome == "written"))
-                dropped.append(int(outcome != "written"))
-        tokens = _tokens_of(documents)
+                kept = 1 if outcome == "written" else 0
+                successful.append(kept)
+                dropped.append(1 - kept)
         return cls(
             RunningStats.of(tokens[::2]),
             RunningStats.of(tokens[1::2]),
@@ -610,7 +610,8 @@ class CompletedWork(Counts):
 
     @classmethod
     def of(cls, documents: Sequence[DocumentTally]) -> Self:
-        return cls(DocumentCounts.of(documents), WorkStats.of(documents))
+        tokens = _tokens_of(documents)
+        return cls(DocumentCounts.of(documents, tokens), WorkStats.of(documents, tokens))
 
     def of_retry(self) -> Self:
         return replace(self, counts=self.counts.of_retry())

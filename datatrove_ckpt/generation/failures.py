@@ -242,6 +242,8 @@ class FailurePolicy:
         Raises:
             CheckpointMismatch: the retry has another document of this number.
         """
+        if not self.retried:
+            return None
         earlier: Letter = getattr(source.document, "dead_letter", {})
         ordinal = earlier.get("ordinal", ordinal)
         line = self.retried.get((ordinal, earlier.get("attempts", 0) + 1))

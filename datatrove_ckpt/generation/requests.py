@@ -7,6 +7,7 @@ batch. Everything here runs on the event loop of ``scheduler.py``.
 import asyncio
 from collections.abc import Awaitable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, NoReturn, TypeVar
 
 import orjson
@@ -256,8 +257,10 @@ class DocumentAnswers:
 
     def count(self, rollout_idx: int, result: Result, api: Api, question: str = "") -> None:
         choices = choices_of(result)
+        counts = self.reasons
         self.results.append(result)
-        reasons = [choice["finish_reason"] for choice in choices]
+        self.requests[rollout_idx] += 1
+        reasons = list(map(itemgetter("finish_reason"), choices))
         if USUAL.issuperset(reasons):
             result.reasons = reasons
         else:
@@ -266,19 +269,21 @@ class DocumentAnswers:
                 for reason in filter(None, reasons)
             ]
         for name in result.reasons:
-            self.reasons[name] = self.reasons.get(name, 0) + 1
-        is_cut = not ENDINGS.issuperset(reasons) and any(map(is_cut_off, reasons))
-        self.cut_off += is_cut
-        if is_cut and ends_in_blanks(str(result.text)):
-            warn_once(
-                "An answer ended in blanks until max_tokens cut it off. More tokens do not help: "
-                'see "Answers of a given form" in docs/rollouts.md.'
-            )
+            counts[name] = counts.get(name, 0) + 1
+        is_cut = False
+        if not ENDINGS.issuperset(reasons) and any(map(is_cut_off, reasons)):
+            is_cut = True
+            self.cut_off += 1
+            if ends_in_blanks(str(result.text)):
+                warn_once(
+                    "An answer ended in blanks until max_tokens cut it off. More tokens do not "
+                    'help: see "Answers of a given form" in docs/rollouts.md.'
+                )
         faults: list[str] = []
         result.faults = faults
         is_empty = False
+        quality = self._rank.quality
         if api.generates:
-            quality = self._rank.quality
             for choice in choices:
                 text = text_of(choice)
                 if not text:
@@ -288,19 +293,18 @@ class DocumentAnswers:
                     is_empty = is_empty or not (has_parts or calls_tool)
                 faults += quality.faults(choice, text, question)
             for fault in faults:
-                self.reasons[fault] = self.reasons.get(fault, 0) + 1
+                counts[fault] = counts.get(fault, 0) + 1
             if is_cut:
                 faults.append("cut_off")
         elif api.is_shared and result.answer is not None:
             is_empty = not result.answer["embeddings"][0].strip("A=")  # zeros in base64
-        self.empty += is_empty
         if is_empty:
+            self.empty += 1
             faults.append("empty")
         if api.generates:
             for fault in faults:
                 self._rank.observer.example(fault, self.doc_id, str(result.text))
             quality.note(bool(faults))
-        self.requests[rollout_idx] += 1
 
     def added(self) -> dict[str, str | int]:
         """Returns the values of ``RunnerSettings.added_columns``, without answers that a retry has
@@ -649,7 +653,8 @@ class RolloutRequests:
         if ends_pieces:
             model.halves += 1
             model.half_tokens += tokens[1]
-        rank.limits.look()
+        if rank.limits.is_on:
+            rank.limits.look()
         self._check_size(completion, sent, api)
         fields = _fields(completion, sent)
         source = {"response_id": completion.response_id, "model": completion.model}

@@ -185,8 +185,7 @@ def encode_finished(document: Document, key: str) -> bytes:
         and (text and document.id and results)  # JsonlWriter omits empty fields
         and isinstance(metadata, dict)
         and _NAMES.isdisjoint(metadata)  # which would replace them as columns
-        and isinstance(document.media, list)
-        and not document.media
+        and document.media == []
         and RESULTS.issuperset(map(type, results))
     )
     if not is_usual:
@@ -249,7 +248,8 @@ def document_fields(document: Document) -> dict[str, object]:
     if not isinstance(document.metadata, dict):
         raise TypeError(f"its metadata is of type {type(document.metadata).__name__}, not dict")
     media = document.media
-    if media is not None and not (
+    # Most have none, and a generator costs as much as all else here.
+    if media not in (None, []) and not (
         isinstance(media, list) and all(isinstance(part, Media | dict) for part in media)
     ):
         raise TypeError("its media is no list of Media")

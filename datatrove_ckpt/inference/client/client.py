@@ -671,8 +671,10 @@ def count_answer(work: WorkCounts, answer: Completion, config: InferenceConfig) 
     work.requests += 1
     work.prompt_tokens += tokens.prompt
     work.completion_tokens += tokens.completion
-    work.cached_tokens += tokens.cached
-    work.reasoning_tokens += tokens.reasoning
+    if tokens.cached:
+        work.cached_tokens += tokens.cached
+    if tokens.reasoning:
+        work.reasoning_tokens += tokens.reasoning
     tier = answer.service_tier
     if tier:
         tiers = work.tiers

@@ -464,7 +464,6 @@ def _thoughts(content: object) -> str:
 
 # Higher counts are wrong, and their sums would overflow 64 bits.
 _MAX_COUNT = 1 << 40
-_COUNT_TYPES = frozenset({int, type(None)})
 
 _SUMS = frozenset({"prompt_tokens", "completion_tokens", "total_tokens"})
 
@@ -501,10 +500,11 @@ def token_counts(usage: JsonObject) -> Tokens:
 def _clean_usage(usage: object) -> JsonObject:
     if not isinstance(usage, dict):
         return {}
-    if _COUNT_TYPES.issuperset(map(type, usage.values())):
-        counts = sorted(filter(None, usage.values()))
-        if not counts or (counts[0] > 0 and counts[-1] <= _MAX_COUNT):
-            return usage
+    for value in usage.values():
+        if value is not None and not (type(value) is int and 0 <= value <= _MAX_COUNT):
+            break
+    else:
+        return usage
     cleaned = {}
     for name, value in usage.items():
         if name.endswith("_tokens"):

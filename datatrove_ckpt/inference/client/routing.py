@@ -385,15 +385,16 @@ class Target:
         self.ranks.append(self)
 
     def add_in_flight(self, number: int) -> None:
-        self.in_flight += number
-        self.load = 0.0
+        in_flight = self.in_flight = self.in_flight + number
+        load = 0.0
         # Metrics of an idle engine may be old: a request must come to see new ones.
-        if self.in_flight:
-            self.load = self.in_flight / self.limit
+        if in_flight:
+            load = in_flight / self.limit
             if self.cache_share_per_request:
-                foreign = min(self.foreign_requests, _MOST_OTHERS * self.in_flight)
-                cache = (self.in_flight + foreign) * self.cache_share_per_request / _FULL
-                self.load = max(self.load, cache)
+                foreign = min(self.foreign_requests, _MOST_OTHERS * in_flight)
+                cache = (in_flight + foreign) * self.cache_share_per_request / _FULL
+                load = max(load, cache)
+        self.load = load
 
     @property
     def is_failing(self) -> bool:
@@ -531,46 +532,43 @@ class Availability:
         opens_at: time at which a server that has used up its limits has room again.
     """
 
-    __slots__ = ("_awaited", "_free", "_idle", "_targets", "best", "opens_at")
+    __slots__ = ("_free", "_idle", "_usable", "best", "opens_at")
 
     def __init__(self, targets: Sequence[Target]) -> None:
-        now = time.monotonic()
-        self._targets = targets
-        self._free = 0
-        self._awaited = 0
+        self._usable: list[Target] = []
+        self._free: list[Target] = []
+        self._idle: Target | None = None
         self.best: Target | None = None
         self.opens_at = math.inf
-        least: tuple[float, ...] = ()
         cooling = None
         for target in targets:
             if not target.up or target.reserved:
                 continue
             load = target.load
-            if target.limits is not None and target.limits.opens_at > now:
-                opens_at = max(target.limits.opens_at, target.cooldown_until)
+            limits = target.limits
+            if limits is not None and limits.opens_at > time.monotonic():
+                opens_at = max(limits.opens_at, target.cooldown_until)
                 self.opens_at = min(self.opens_at, opens_at)
                 continue
             may_cool_down = target.failures or target.cooldown_until
-            if may_cool_down and target.is_cooling_down(now):
+            if may_cool_down and target.is_cooling_down(time.monotonic()):
                 if load < 1 and (cooling is None or load < cooling.load):
                     cooling = target
                 continue
-            self._awaited |= target.bit
+            self._usable.append(target)
             if load < 1:
-                self._free |= target.bit
-                busy = (target.order, load / target.weight, target.virtual_time)
-                if self.best is None or busy < least:
-                    least = busy
-                    self.best = target
-        self._idle: Target | None = None
-        if self.best is not None and self.best.load < _IDLE:
-            self._idle = self.best
-            self._awaited = 0
+                self._free.append(target)
+        if self._free:
+            self.best = self._free[0]
+            if len(self._free) > 1:
+                self.best = min(self._free, key=_business)
+            if self.best.load < _IDLE:
+                self._idle = self.best
         # A server that refuses immediately would always be the least busy, and get most requests.
         is_closed = self.opens_at < math.inf
-        if self.best is None and not self._awaited and not is_closed:
+        if not self._usable and not is_closed:
             self.best = cooling
-        elif is_closed and cooling is not None and cooling.cooldown_until > now:
+        elif is_closed and cooling is not None and cooling.cooldown_until > time.monotonic():
             self.opens_at = min(self.opens_at, cooling.cooldown_until)
 
     def choose(self, homes: int) -> Target | None:
@@ -580,13 +578,13 @@ class Availability:
             homes: servers that have its leading text. The request does not wait for a home that is
                 down, reserved or cooling down: it may take no request for hours.
         """
-        usable = homes & self._free
-        if usable:
-            home = min((target for target in self._targets if target.bit & usable), key=_load)
-            idle = self._idle
+        idle = self._idle
+        free = [target for target in self._free if target.bit & homes]
+        if free:
+            home = min(free, key=_load)
             if idle is None or home.in_flight <= _BUSIER * idle.in_flight + FIRST_LIMIT:
                 return home
-        elif homes & self._awaited:
+        elif idle is None and any(target.bit & homes for target in self._usable):
             return None
         return self.best
 
@@ -851,6 +849,10 @@ class Router:
 
 
 _load = attrgetter("load")
+
+
+def _business(target: Target) -> tuple[float, ...]:
+    return target.order, target.load / target.weight, target.virtual_time
 
 
 # Leading texts are compared at every 256 bytes, and further back at every quarter of the text

@@ -15,9 +15,8 @@ from tests.bench.workload import make_input
 
 DOCUMENTS = 10_000
 ROUNDS = 5
-# 1.40 and 1.41 on two quiet cores, where .ci/run measures, and 0.97 to 1.07 on two that twenty other
-# processes shared. A sixth more for a document fails.
-MOST = 1.6
+# With the imports of a start, which cost 0.05 more, it was 1.6.
+MOST = 1.55
 
 
 @pytest.mark.alone

@@ -1,5 +1,5 @@
-"""What users and their scripts rely on, as tests/data/contracts has it: messages, names of settings
-and flags, keys.
+"""What users and their scripts rely on, as tests/data/contracts has it (and tests/data/texts, the
+messages): messages, names of settings and flags, keys.
 
     refusals.txt    what `run`, `doctor` and `verify` say of the same job when something is wrong,
                     word by word
@@ -21,7 +21,7 @@ import re
 import shutil
 import socket
 import tempfile
-from contextlib import ExitStack, chdir, suppress
+from contextlib import ExitStack, chdir
 from pathlib import Path
 
 import pytest
@@ -36,6 +36,7 @@ from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.executors.kubernetes import KubernetesJob
 from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer
+from tests import golden
 from tests.golden import DATA, IS_WRITTEN
 from tests.jobs import Budget, documents, runner
 from tests.kept import content_of, edit
@@ -43,7 +44,7 @@ from tests.patience import until
 from tests.settings_page import PAGE
 from tests.yaml_jobs import endpoint, job_yaml, write_job
 
-REFUSALS, NAMES = DATA / "contracts/refusals.txt", DATA / "contracts/names.json"
+NAMES = DATA / "contracts/names.json"
 TASKS = 2
 TEXTS = (("a", "b", "c", "d", "e"), ("f", "g", "h"))
 STEP = "--pipeline.1"
@@ -207,7 +208,7 @@ def jobs():
 
 
 def test_those_by_default_are_there():
-    assert set(BY_DEFAULT) <= SITUATIONS.keys() == read().keys()
+    assert set(BY_DEFAULT) <= SITUATIONS.keys() == golden.sections("refusals").keys()
 
 
 @pytest.mark.xdist_group("contracts")
@@ -232,11 +233,7 @@ def test_what_three_doors_say(name, jobs, command, monkeypatch):
             DataFolder.clear_instance_cache()
             said = command(door, "job.yaml", *overrides, code=None)
             found += f"--- {door}: exit code {said.code}\n{shown(door, said, job, server)}"
-    sections = read()
-    if IS_WRITTEN:
-        write({**sections, name: found})
-        return
-    assert found == sections.get(name, ""), name
+    golden.hold("refusals", name, found)
 
 
 def restore(job, state):
@@ -266,21 +263,6 @@ def shown(door, said, job, server):
     ):
         text = text.replace(old, new)
     return re.sub("probe-[0-9a-f]+", "probe", text).strip() + "\n"
-
-
-def read():
-    sections = {}
-    with suppress(FileNotFoundError):
-        for part in REFUSALS.read_text().split("=== ")[1:]:
-            name, _, text = part.partition("\n")
-            sections[name] = text.rstrip("\n") + "\n"
-    return sections
-
-
-def write(sections):
-    REFUSALS.write_text(
-        "\n".join(f"=== {name}\n{sections[name]}" for name in SITUATIONS if name in sections)
-    )
 
 
 # names -------------------------------------------------------------------------------------------

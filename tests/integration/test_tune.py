@@ -85,13 +85,20 @@ def starts():
 
 def test_the_better_of_two_wins_and_the_run_takes_its_answers(job, command):
     job({1: (4, 0.2)}, 12)
-    said = command("tune", "job.yaml", "--sample=12", "--try={model_kwargs: {places: 1}}").out
+    slower = "--try={model_kwargs: {places: 1, slower: 5}}"
+    said = command("tune", "job.yaml", "--sample=12", slower).out
     head = "tokens/s a machine  machine hours of 1M rows  settings of the model"
     assert said.splitlines()[0] == head
     first, second = table(said).values()
     assert first > 2 * second
+    whole, cut = [
+        json.loads(Path(f"run/checkpoints/sample-0000{n}/tuned.json").read_bytes())["measured"]
+        for n in (1, 2)
+    ]
+    assert whole["rows"] == 12
+    assert 0 < cut["rows"] < 12, "it ends early"
     assert said.endswith("No other settings are better.\n")
-    again = command("tune", "job.yaml", "--sample=12", "--try={model_kwargs: {places: 1}}").out
+    again = command("tune", "job.yaml", "--sample=12", slower).out
     assert again == said
     assert len(starts()) == 2, "both are known"
     command("run", "job.yaml")
@@ -109,7 +116,7 @@ def test_of_five_layouts_the_known_best_wins(job, command, monkeypatch):
     longer.
     """
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    job({1: (2, 0.3), 2: (12, 0.25), 4: (30, 0.6)}, 60, gpus=4, tp=4)
+    job({1: (2, 0.3), 2: (12, 0.25), 4: (30, 1.0)}, 60, gpus=4, tp=4)
     flags = {"model_kwargs": {"places": 4}}
     layouts = [
         {"replicas": 4, "tp": 1},
@@ -121,7 +128,7 @@ def test_of_five_layouts_the_known_best_wins(job, command, monkeypatch):
     head = "    tokens/s a GPU           cost of 1M rows  settings of the model"
     assert said.splitlines()[0] == head
     alone, four, two, few, slow = table(said).values()
-    assert two > 1.3 * max(alone, four, few, slow)
+    assert two > max(alone, four, few, slow)
     assert best(said) == {"model_kwargs": {"server_script": "engine.py"}, "replicas": 2, "tp": 2}
     # 60 rows of 20 tokens, on four GPUs.
     cost = float(said.splitlines()[3].split()[1].replace(",", ""))

@@ -18,16 +18,16 @@ import textwrap
 from collections import deque
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.cli.printing import fail, say
-from datatrove_ckpt.common import formatting
+from datatrove_ckpt.common import JsonObject, formatting
 from datatrove_ckpt.common.setting_types import docstring, meanings
 from datatrove_ckpt.errors import CkptError, ConfigError, written_in
 from datatrove_ckpt.process.gc_tuning import gc_paused
 
-_Argument = tuple[tuple[str, ...], dict[str, Any]]
+_Argument = tuple[tuple[str, ...], JsonObject]
 
 OVERRIDES_HELP = """\
 a whole job, or a change of one in the short form, by the names of its settings:
@@ -233,7 +233,7 @@ def parse_time(text: str) -> float:
     return seconds
 
 
-def _argument(metavar: str, help: str, *names: str, **options: Any) -> _Argument:
+def _argument(metavar: str, help: str, *names: str, **options: object) -> _Argument:
     return names or (metavar.lower(),), {"metavar": metavar, "help": help, **options}
 
 

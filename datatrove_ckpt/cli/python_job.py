@@ -2,7 +2,8 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+
+from datatrove.executor.base import PipelineExecutor
 
 from datatrove_ckpt.cli.execution import advise
 from datatrove_ckpt.cli.short_form import expand
@@ -81,7 +82,7 @@ def _run_steps(short: JsonObject, redo: Sequence[str]) -> dict[str, OutputPath]:
     return {step.name: OutputPath(step.folder, "output") for step in job.steps}
 
 
-def _run(executor: Any) -> None:
+def _run(executor: PipelineExecutor) -> None:
     try:
         executor.run()
     except CkptError as error:

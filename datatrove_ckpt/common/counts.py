@@ -15,12 +15,13 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from operator import mul
 from typing import Any, Literal, NamedTuple, Self
 
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import plural
 
 ENDINGS = frozenset(
@@ -85,25 +86,25 @@ class Counts:
     __slots__ = ()
     __dataclass_fields__: Any
 
-    def __add__(self, other: Any) -> Self:
+    def __add__(self, other: object) -> Self:
         return self._with(_plus, other)
 
-    def __sub__(self, other: Any) -> Self:
+    def __sub__(self, other: object) -> Self:
         return self._with(_minus, other)
 
-    def __or__(self, other: Any) -> Self:
+    def __or__(self, other: object) -> Self:
         return self._with(max, other)
 
     def __mul__(self, factor: float) -> Self:
         return type(self)(*(value * factor for value in self.fields().values()))
 
-    def _with(self, operation: Callable[[Any, Any], Any], other: Any) -> Self:
+    def _with(self, operation: Callable[[Any, Any], Any], other: object) -> Self:
         values = self.fields()
         for name, value in values.items():
             values[name] = operation(value, getattr(other, name))
         return type(self)(**values)
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> JsonObject:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def processed(self: Any, input: float = 0.0) -> Processed:
@@ -115,7 +116,7 @@ class Counts:
         return [value for value in self.fields().values() if isinstance(value, int)]
 
     @classmethod
-    def of_numbers(cls, numbers: Sequence[int], **others: Any) -> Self:
+    def of_numbers(cls, numbers: Sequence[int], **others: object) -> Self:
         names = [name for name in cls.__dataclass_fields__ if name not in others]
         return cls(**dict(zip(names, numbers, strict=False)), **others)
 
@@ -124,8 +125,8 @@ class Counts:
         fields = cls.__dataclass_fields__
         return {name: fields[name].metadata.get("display", Display()) for name in fields}
 
-    def samples(self) -> dict[str, Any]:
-        samples: dict[str, Any] = {}
+    def samples(self) -> JsonObject:
+        samples: JsonObject = {}
         for name, display in self.displays().items():
             metric, _, label = display.prometheus.partition(".")
             if label:
@@ -594,7 +595,7 @@ class WorkStats(Counts):
         )
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+    def from_json(cls, fields: JsonObject) -> Self:
         failed = fields["failed_requests"]
         return cls(**{name: RunningStats(*fields[name]) for name in _SUMS}, failed_requests=failed)
 

@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from numbers import Integral, Real
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, SupportsFloat
 
 from datatrove_ckpt.common.formatting import cut, did_you_mean
 from datatrove_ckpt.common.redaction import HIDDEN, masked, may_name_secret
@@ -31,7 +31,7 @@ class Range:
     minimum: float
     maximum: float = math.inf
 
-    def __contains__(self, value: Any) -> bool:
+    def __contains__(self, value: SupportsFloat) -> bool:
         return self.minimum <= float(value) <= self.maximum
 
 

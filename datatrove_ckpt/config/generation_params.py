@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Collection
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import orjson
 
@@ -19,7 +19,7 @@ from datatrove_ckpt.errors import ConfigError
 PAYLOAD_JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
 # All servers refuse other types. Upper limits of the temperature differ.
-_KINDS: dict[str, Any] = {
+_KINDS: dict[str, object] = {
     "max_tokens": setting_types.Count | None,
     "max_completion_tokens": setting_types.Count | None,
     "temperature": setting_types.NotNegative | None,

@@ -105,12 +105,12 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         pipeline: list[PipelineStep | Callable[..., object]],
         tasks: Count,
         workers: CountOrAll = -1,
-        *arguments: Any,
+        *arguments: object,
         dependencies: list[str] | None = None,
         tasks_per_job: Count = 1,
         max_retries: CountFromZero = 1,
         poll_interval: float = 15.0,
-        **options: Any,
+        **options: object,
     ) -> None:
         check(JobsPipelineExecutor, {**locals(), **options})
         try:

@@ -184,10 +184,10 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         pipeline: list[PipelineStep | Callable[..., object]],
         tasks: Count = 1,
         workers: CountOrAll = -1,
-        *arguments: Any,
+        *arguments: object,
         max_rank_attempts: Count = 2,
         ranks_at_once: Count | None = None,
-        **options: Any,
+        **options: object,
     ) -> None:
         check(LocalPipelineExecutor, {**locals(), **options})
         super().__init__(pipeline, tasks, workers, *arguments, **options)

@@ -68,7 +68,7 @@ class _AgentRequests:
         """Ends the requests whose clients have gone: their answers would not be counted."""
         await end_tasks(*(opened.task for opened in self._open))
 
-    def _abandoned(self, path: str, body: bytes) -> asyncio.Task[Any] | None:
+    def _abandoned(self, path: str, body: bytes) -> asyncio.Task[object] | None:
         for opened in self._open:
             if opened.request.transport is None and opened[1:3] == (path, body):
                 self._open.remove(opened)
@@ -77,7 +77,7 @@ class _AgentRequests:
 
 
 @asynccontextmanager
-async def serve(generate: Any, model_name: str) -> AsyncIterator[str]:
+async def serve(generate: object, model_name: str) -> AsyncIterator[str]:
     """Yields the base URL, which ends in /v1, of a server on 127.0.0.1. The server refuses clients
     that do not know its secret path.
 

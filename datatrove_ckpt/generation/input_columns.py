@@ -137,7 +137,7 @@ def _columns(reader: SeekingReader, schema: Schema) -> Iterator[tuple[str, DataT
         yield _METADATA + name, kind
 
 
-def _written_type(kind: DataType) -> DataType | None:
+def _written_type(kind: DataType) -> "DataType | None":
     file = BytesIO()
     try:
         pq.write_table(pa.table({"": pa.array([], kind)}), file)

@@ -5,7 +5,6 @@ import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import orjson
 
@@ -153,7 +152,7 @@ def _saved(name: str, result: object) -> bytes:
     return saved
 
 
-def result_of(saved: CachedAnswer) -> Any:
+def result_of(saved: CachedAnswer) -> object:
     """Returns the result of a saved call.
 
     Raises:

@@ -186,7 +186,7 @@ class ReplayedAnswers(DocumentAnswers):
         self, rank: RankContext, slot: ChunkSlot, document: RecordedDocument, rollouts: int
     ) -> None:
         super().__init__(rank, slot, document.id, rollouts)
-        self.unused: dict[AnswerKey, Any] = {}
+        self.unused: dict[AnswerKey, object] = {}
         self._known: dict[AnswerKey, CachedAnswer] = {}
         for fields, payload, answer in document.requests:
             key = AnswerKey(*fields)
@@ -218,9 +218,9 @@ class _Drawing(Stepped):
 
     seconds = 0.0
 
-    def __init__(self, coroutine: Any, draws: list[int]) -> None:
+    def __init__(self, coroutine: object, draws: list[int]) -> None:
         super().__init__(coroutine)
-        self._state: tuple[Any, ...] = (random.getstate()[0], tuple(draws), None)
+        self._state: tuple[object, ...] = (random.getstate()[0], tuple(draws), None)
 
     def _take(self, step: Callable[[], object]) -> object:
         started = time.monotonic()
@@ -315,7 +315,7 @@ class Replays:
         drawing = _Drawing(finished, document.draws)
         task = asyncio.ensure_future(drawing)
         try:
-            waited: list[asyncio.Future[Any]] = [task, answers.unknown]
+            waited: list[asyncio.Future[object]] = [task, answers.unknown]
             await asyncio.wait(waited, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if watch.effect:
                 raise SeenToAct(watch.effect)
@@ -516,7 +516,7 @@ def _found(document: RecordedDocument, path: str, old: object, new: object) -> D
     return Difference(document, path.lstrip(".") or "request", *texts, kind)
 
 
-def _are_close(old: Any, new: Any) -> bool:
+def _are_close(old: object, new: object) -> bool:
     """Whether two numbers differ as much as those that another processor computes."""
     return (
         isinstance(old, float) and isinstance(new, float) and math.isclose(old, new, rel_tol=1e-5)

@@ -87,7 +87,7 @@ def sent_chats_as_texts(recorded: JsonObject) -> bool:
     return bool(is_of_column) and CHAT_TEXTS not in recorded
 
 
-def answering_flags(engine: Engine, model_kwargs: Mapping[str, object] | None) -> JsonObject:
+def answering_flags(engine: Engine, model_kwargs: JsonObject | None) -> JsonObject:
     flags = dashed_names(model_kwargs)
     return {name: flags[name] for name in sorted(engine.answering_flags & set(flags))}
 

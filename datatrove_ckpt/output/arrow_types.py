@@ -15,19 +15,20 @@ from datetime import UTC, date, datetime, time, timedelta
 from functools import cache
 from itertools import chain
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 from uuid import UUID
 
 import numpy as np
 
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.lazy_pyarrow import pa
 
 # pyarrow has no types.
-DataType = Any
-Field = Any
-Schema = Any
-Table = Any
-Row = dict[str, Any]
+DataType: TypeAlias = "pa.DataType"
+Field: TypeAlias = "pa.Field"
+Schema: TypeAlias = "pa.Schema"
+Table: TypeAlias = "pa.Table"
+Row = JsonObject
 Types = Mapping[str, DataType]
 """Types of columns by their paths, as in ``metadata.scores``."""
 
@@ -81,7 +82,7 @@ def type_of(values: list[object], column: str, input_types: Types = NO_TYPES) ->
     return unified
 
 
-def types_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, DataType]]:
+def types_of(rows: Sequence[Row]) -> Iterator[tuple[str, DataType]]:
     for name in dict.fromkeys(chain.from_iterable(rows)):
         yield name, type_of([row.get(name) for row in rows], name)
 
@@ -128,7 +129,7 @@ def holds(kind: DataType, values: Collection[Any]) -> bool:
         return False
 
 
-def altered_values(kind: DataType, values: Collection[Any], loosely: bool = False) -> list[Any]:
+def altered_values(kind: DataType, values: Collection[Any], loosely: bool = False) -> list[object]:
     """Returns the values that a column of the type would change.
 
     Args:
@@ -198,7 +199,7 @@ def _is_same(value: Any, stored: Any, loosely: bool) -> bool:
     )
 
 
-def _is_equal(value: Any, stored: Any) -> bool:
+def _is_equal(value: object, stored: object) -> bool:
     if isinstance(value, float) and isinstance(stored, float):
         return math.isinf(value) or not math.isinf(stored)
     if hasattr(value, "item") and not hasattr(value, "__len__"):
@@ -332,7 +333,7 @@ def _decoded(kind: DataType) -> DataType:
     return kind
 
 
-def _unite_leaves(old: DataType, new: DataType) -> DataType | None:
+def _unite_leaves(old: DataType, new: DataType) -> "DataType | None":
     both = (old, new)
     if all(map(is_text, both)):
         return pa.large_string()

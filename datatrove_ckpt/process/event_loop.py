@@ -80,8 +80,8 @@ def _audited(new_event_loop: Callable[[], Any]) -> asyncio.AbstractEventLoop:
 
 
 async def _audited_call(
-    event: str, call: Any, factory: Any, *arguments: Any, **settings: Any
-) -> Any:
+    event: str, call: Any, factory: object, *arguments: object, **settings: object
+) -> object:
     if settings.get("sock") is None:
         sys.audit(event, next(iter(arguments), None), arguments)
     return await call(factory, *arguments, **settings)

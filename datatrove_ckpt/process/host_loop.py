@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from datatrove_ckpt.common.threads import in_thread
 from datatrove_ckpt.process.event_loop import call_soon
@@ -55,7 +55,7 @@ class HostLoop:
     def __post_init__(self) -> None:
         self.shutdown = Shutdown(parent=self.parent)
 
-    def run(self, main: Coroutine[Any, Any, _Result]) -> _Result:
+    def run(self, main: Coroutine[object, None, _Result]) -> _Result:
         """Runs ``main`` on the caller's loop, and waits for it in this thread.
 
         Raises:

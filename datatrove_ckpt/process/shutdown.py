@@ -23,7 +23,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from datatrove_ckpt.common.formatting import safe_repr
 from datatrove_ckpt.errors import ConfigError, Preempted, UnexpectedExit
@@ -282,7 +282,7 @@ def get_within(items: queue.SimpleQueue[T], seconds: float | None) -> T:
         return items.get(timeout=seconds)
 
 
-async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
+async def end_tasks(*tasks: asyncio.Future[T]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

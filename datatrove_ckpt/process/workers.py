@@ -190,7 +190,7 @@ class Workers:
             worker.close()
         self._handlers.restore()
 
-    def run(self, tasks: Iterable[int]) -> Iterator[tuple[int, Any]]:
+    def run(self, tasks: Iterable[int]) -> Iterator[tuple[int, object]]:
         """Yields each task that is done, with its result, as they finish. After a ``signal``, all
         tasks have drained.
 
@@ -277,7 +277,7 @@ class Workers:
                 return None
         return self._tasks.popleft()
 
-    def _read_replies(self, worker: _WorkerProcess) -> Iterator[tuple[int, Any]]:
+    def _read_replies(self, worker: _WorkerProcess) -> Iterator[tuple[int, object]]:
         # Read first: then all messages from before the end have come.
         has_ended = connections.wait([worker.sentinel], 0)
         for message in worker.messages():
@@ -392,8 +392,8 @@ class Message(NamedTuple):
     """
 
     kind: Literal["ready", "at work", "done", "failed", "closed"]
-    task: Any = None
-    value: Any = None
+    task: int | None = None
+    value: object = None
 
 
 def in_worker() -> bool:

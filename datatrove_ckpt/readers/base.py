@@ -131,11 +131,11 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def __init__(
         self,
         data_folder: DataFolderLike,
-        *arguments: Any,
+        *arguments: object,
         shuffle_seed: int | None = None,
         path_columns: bool = False,
         max_skipped: int | None = 0,
-        **options: Any,
+        **options: object,
     ) -> None:
         super().__init__(data_folder, *arguments, **options)
         check_no_secrets(self.data_folder, "data_folder")
@@ -514,7 +514,7 @@ class TextFilesReader(SeekingReader):
     def __init__(
         self,
         data_folder: DataFolderLike,
-        *arguments: Any,
+        *arguments: object,
         encoding: str | None = None,
         **options: Any,
     ) -> None:

@@ -42,7 +42,7 @@ class BatchReader(JsonlReader):
     def __init__(
         self,
         data_folder: DataFolderLike,
-        *arguments: Any,
+        *arguments: object,
         max_skipped: int | None = None,
         **options: Any,
     ) -> None:

@@ -58,7 +58,7 @@ class CSVReader(TextFilesReader, datatrove_csv.CsvReader):  # type: ignore[misc,
     def __init__(
         self,
         data_folder: DataFolderLike,
-        *arguments: Any,
+        *arguments: object,
         delimiter: str = ",",
         types: dict[str, str] | None = None,
         **options: Any,

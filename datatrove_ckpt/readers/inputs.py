@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from glob import has_magic
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 from urllib.parse import unquote
 
 import orjson
@@ -47,6 +47,8 @@ from datatrove_ckpt.common.retrying import http_status, hub_refusal, library_lin
 from datatrove_ckpt.common.threads import context_thread, in_threads
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, CkptError, InputError
 from datatrove_ckpt.readers.shard_record import FileRecord, ReaderRecord, plain_settings
+
+T = TypeVar("T")
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -94,9 +96,8 @@ class Revisions:
             pass
         raise CheckpointCorrupt(
             path,
-            " should name the commit of the dataset that this run reads, and cannot be read. "
-            "Restore it from a copy, or write the commit as `revision` into dataset_options and "
-            "remove the file.",
+            " should name the commit of the dataset that this run reads. Restore it, or remove it "
+            "and write the commit as `revision` into dataset_options.",
         )
 
 
@@ -311,7 +312,7 @@ class _ThreadReadings(threading.local):
 _thread = _ThreadReadings()
 
 
-Row = dict[str, Any]
+Row = JsonObject
 """A row of the input, from JSON or Arrow: values of any type."""
 
 
@@ -353,10 +354,8 @@ _MISSING = (FileNotFoundError, PermissionError)
 def explain_hub_error(dataset: str, error: BaseException, commit: str | None = None) -> str:
     if commit and type(error).__name__ == "RevisionNotFoundError":
         return (
-            f"The dataset {dataset!r} has no commit {commit} any more, with which this run began: "
-            "its history was squashed or rewritten. A run keeps to the commit that it began with. "
-            "Restore the commit (a branch or tag that holds it), or start from the beginning: "
-            "in other folders."
+            f"The dataset {dataset!r} has no commit {commit} any more, with which this run began. "
+            "Restore it (by a branch or tag that holds it), or start over in other folders."
         )
     refused = hub_refusal(error)
     if refused:
@@ -364,7 +363,7 @@ def explain_hub_error(dataset: str, error: BaseException, commit: str | None = N
     return (
         f"The dataset {dataset!r} cannot be opened: {one_line(error)}. Correct dataset and "
         "dataset_options, or check the network and HF_ENDPOINT; for a private or gated dataset, "
-        "set HF_TOKEN to a token of an account that may read it."
+        "set HF_TOKEN."
     )
 
 
@@ -372,6 +371,12 @@ def one_line(error: BaseException) -> str:
     if type(error).__name__ == "DatasetGenerationError" and error.__cause__ is not None:
         return library_line(error.__cause__)
     return library_line(error)
+
+
+def file_error(name: str, problem: str, advice: str) -> InputError:
+    return InputError(
+        f"The input file {name!r} {problem}. {advice}, and run the same command again."
+    )
 
 
 def is_on_hub(folder: DataFolder) -> bool:
@@ -419,9 +424,10 @@ def refuse_equal_names(names: Sequence[str], file: str) -> None:
         return
     name = next(other for other in names if names.count(other) > 1)
     numbers = ", ".join(str(number) for number, other in enumerate(names, 1) if other == name)
-    raise InputError(
-        f"The input file {file!r} has several columns named {name!r}: numbers {numbers}. "
-        "Rename or remove all but one, and run the same command again."
+    raise file_error(
+        file,
+        f"has several columns named {name!r}: numbers {numbers}",
+        "Rename or remove all but one",
     )
 
 
@@ -442,8 +448,8 @@ def _explain_folder(subject: str, error: BaseException) -> str:
         return f"{subject} Correct the branch, tag or commit after the @ in the input's URL."
     if "EntryNotFound" in kind or isinstance(error, _MISSING) or http_status(error) == 404:
         return (
-            f"{subject} Correct the input's URL, or restore what is gone; for a private or "
-            "gated repository, set HF_TOKEN to a token of an account that may read it."
+            f"{subject} Correct the input's URL, or restore what is gone; for a private or gated "
+            "repository, set HF_TOKEN."
         )
     return (
         f"{subject} Check the network, HF_ENDPOINT and https://status.huggingface.co, and run the "
@@ -504,11 +510,8 @@ class InputFiles:
         if name not in self._infos:
             self._infos[name] = info = self._remote(self.folder.info, name)
             if info.get("type") == "other":
-                raise InputError(
-                    f"The input file {name!r} in {self.folder.path} is a FIFO, a socket or a "
-                    "device, which cannot be read twice. Write its content into a file, or move "
-                    "it out of the folder."
-                )
+                problem = f"in {self.folder.path} cannot be read twice, as a FIFO or a device"
+                raise file_error(name, problem, "Write its content into a file")
         return self._infos[name]
 
     def size(self, index: int) -> int:
@@ -539,7 +542,7 @@ class InputFiles:
         size = self.size(index)
         return str(self._remote(fingerprint, self.folder, self.names[index], size))
 
-    def _remote(self, call: Callable[..., Any], *arguments: object) -> Any:
+    def _remote(self, call: Callable[..., T], *arguments: object) -> T:
         with naming_hub_input(self.folder, missing=False):
             return retrying.READING.run(partial(call, *arguments), self.folder.path)
 
@@ -746,7 +749,7 @@ class InputFolder(DataFolder):  # type: ignore[misc]  # datatrove has no types
     def give(cls, reader: BaseDiskReader) -> None:
         reader.data_folder = cls(reader.data_folder.path, reader.data_folder.fs)
 
-    def glob(self, path: str, **options: Any) -> dict[str, JsonObject]:
+    def glob(self, path: str, **options: object) -> dict[str, JsonObject]:
         """Lists files by the pattern ``path``, without a pattern in the folder's own name."""
         if not has_magic(self.path):
             return dict(super().glob(path, **options))
@@ -754,17 +757,15 @@ class InputFolder(DataFolder):  # type: ignore[misc]  # datatrove has no types
         infos = self.find("", **options | {"maxdepth": None}).items()
         return {name: info for name, info in infos if matches(name)}
 
-    def list_files(self, *arguments: Any, **options: Any) -> list[str]:
+    def list_files(self, *arguments: object, **options: str | None) -> list[str]:
         names = super().list_files(*arguments, **options)
         return [name for name in names if layout.is_input(name, options.get("glob_pattern"))]
 
 
 def refuse_pointer(begin: bytes, name: str) -> None:
     if begin.startswith(b"version https://git-lfs.github.com/spec/"):
-        raise InputError(
-            f"The input file {name!r} is a pointer of Git LFS, and not the file itself. Run `git "
-            "lfs pull` in its repository, and run the same command again."
-        )
+        problem = "is a pointer of Git LFS, and not the file itself"
+        raise file_error(name, problem, "Run `git lfs pull` in its repository")
 
 
 def refuse_pointers(inputs: InputFiles) -> None:

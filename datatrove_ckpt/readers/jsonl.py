@@ -74,14 +74,14 @@ class JsonlReader(TextFilesReader, datatrove_jsonl.JsonlReader):  # type: ignore
     suffixes = ".jsonl .json .ndjson"
     grows = True
 
-    def __new__(cls, *arguments: object, **options: object) -> Self:
+    def __new__(cls, *arguments: object, **options: Any) -> Self:
         # datatrove reads the metadata of all installed packages to find orjson, which takes time.
         return object.__new__(cls)
 
     def __init__(
         self,
         data_folder: DataFolderLike,
-        *arguments: Any,
+        *arguments: object,
         stop_on_bad_line: bool | None = None,
         types: dict[str, str] | None = None,
         **options: Any,

@@ -15,14 +15,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import SupportsFloat
 
 from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.readers.base import BaseDiskReader
 from datatrove.utils.stats import MetricStats, MetricStatsDict, Stats
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.checksummed_lines import read_shard
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.empty_input import refuse_file_without_documents
@@ -38,7 +40,7 @@ from datatrove_ckpt.readers.shard_record import ReaderRecord, ShardRecord, StepR
 STATS = "stats"
 
 
-def steps_before(documents: Iterable[Document]) -> Iterator[tuple[Any, str, dict[str, Any]]]:
+def steps_before(documents: Iterable[Document]) -> Iterator[tuple[PipelineStep, str, JsonObject]]:
     """Yields the steps that make these documents, from the last step to the first: step (None for a
     function), name, arguments.
     """
@@ -160,7 +162,7 @@ class StepStats:
             for step, _, _ in steps_before(documents)
             if isinstance(getattr(step, "stats", None), Stats)
         ]
-        self._steps: list[Any] = steps[::-1]
+        self._steps: list[PipelineStep] = steps[::-1]
         self._earlier = [MetricStatsDict() for _ in steps]
         self._ended = False
         self._are_known = True

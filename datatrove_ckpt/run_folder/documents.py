@@ -8,7 +8,7 @@ from functools import partial
 from itertools import chain, islice
 from pathlib import Path, PosixPath
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import orjson
 from datatrove.data import Document
@@ -537,7 +537,7 @@ class RunOutput:
         with open_location(self._run_folder) as location:
             return dataset(location)
 
-    def push_to_hub(self, repository: str, **options: Any) -> None:
+    def push_to_hub(self, repository: str, **options: object) -> None:
         """Uploads the dataset, with ``options`` of its ``push_to_hub``, such as ``private``."""
         self.to_dataset().push_to_hub(repository, **options)
 

@@ -8,8 +8,8 @@ when the job was made; imported functions are described as this process has impo
 import re
 import secrets
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import orjson
 
@@ -48,7 +48,7 @@ class CodeIdentity:
     """Version of the description. Pickles of version 3 hold no number."""
     things: tuple[object, ...] = ()
     """The described objects. A pickle with the step holds each object once."""
-    given: dict[str, Any] | None = None
+    given: Mapping[str, object] | None = None
     """Texts and numbers of the shared context, which a program may replace in its dictionary."""
 
     @property
@@ -113,8 +113,8 @@ def code_identity(
         made = _redacted(describe(described, before), output_writer)
     except Exception as error:  # the user's objects may raise any error
         raise ConfigError(
-            f"its code could not be described, so a resume could not compare it: {error!r}. Set "
-            "rollout_version to a text that you change with the code.",
+            f"its code could not be described: {error!r}. Set rollout_version to a text that you "
+            "change with the code.",
             setting="rollout_fn",
         ) from error
     # The objects hold settings when the step is made, and state later.

@@ -63,7 +63,7 @@ class CodeRoot(NamedTuple):
     label: str
     file: str
     name: str
-    thing: Any
+    thing: object
 
 
 class CodeInputs(NamedTuple):
@@ -82,7 +82,9 @@ class CodeInputs(NamedTuple):
 
 def inspect_objects(objects: Mapping[str, object]) -> CodeInputs:
     inputs = CodeInputs({}, [], {})
-    waiting: list[tuple[str, Any, Any]] = [(label, thing, None) for label, thing in objects.items()]
+    waiting: list[tuple[str, object, object]] = [
+        (label, thing, None) for label, thing in objects.items()
+    ]
     seen: dict[int, object] = {}
     for label, thing, owner in waiting:
         if id(thing) in seen or len(seen) > 5000 or _PACING.match(type(thing).__module__):
@@ -98,7 +100,7 @@ def inspect_objects(objects: Mapping[str, object]) -> CodeInputs:
                 inputs.fields[label] = plain(thing)
                 continue
         seen[id(thing)] = thing  # keeps the object alive, so that its id stays unique
-        parts: Mapping[Any, object] = {}
+        parts: Mapping[object, object] = {}
         with suppress(Exception):  # the user's objects may do anything
             parts = _parts(thing, root is not None or is_given)
         is_opened = isinstance(thing, dict | functools.partial | types.MethodType)

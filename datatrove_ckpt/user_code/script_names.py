@@ -35,7 +35,7 @@ import sysconfig
 import threading
 import types
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -90,9 +90,8 @@ def collect(*objects: object) -> ScriptNames | None:
         if scan.secrets and not is_private:
             raise ConfigError(
                 "rollout, shared_context or config: what is pickled with the job holds what looks "
-                f"like a secret: {', '.join(scan.secrets)}. It would be in a file that others may "
-                "read, so nothing was written. Leave it out, and let the rollout read it where the "
-                "task runs, from an environment variable, for example."
+                f"like a secret: {', '.join(scan.secrets)}. Nothing was written. Let the rollout "
+                "read it where the task runs, from an environment variable, for example."
             )
         waiting = sorted(scan.names)
         for name in waiting:
@@ -156,8 +155,7 @@ def warn_left_out(names: ScriptNames) -> None:
     for name, reason in names.left_out.items():
         logger.warning(
             f"The script's {name} is not pickled with the job, because {reason}. If the rollout "
-            "needs it, let it read it where the task runs (from an environment variable, for "
-            "example), or move it to a module."
+            "needs it, let it read it where the task runs, or move it to a module."
         )
 
 
@@ -214,7 +212,7 @@ class _PickleScan:
         elif hasattr(value, "__dict__"):
             self._attribute_paths[id(vars(value))] = type(value).__qualname__
 
-    def _check(self, owner: str, values: dict[Any, object]) -> None:
+    def _check(self, owner: str, values: Mapping[Any, object]) -> None:
         for name, value in values.items():
             parts = [value]
             if isinstance(value, list | tuple | set | frozenset):
@@ -356,10 +354,10 @@ def own_files() -> dict[str, bytes]:
     if (total := sum(sizes.values())) > _MAX_BYTES:
         largest = max(sizes, key=lambda path: sizes[path])
         raise ConfigError(
-            "the imported modules and packages beside the script or in the "
-            f"working folder have {byte_size(total)}, and at most {byte_size(_MAX_BYTES)} go "
-            f"along with the jobs. The largest file is {largest} ({byte_size(sizes[largest])}). "
-            "Move data out of the packages; what jobs need of it, to a URL.",
+            "the imported modules beside the script or in the working folder have "
+            f"{byte_size(total)}, and at most {byte_size(_MAX_BYTES)} go along with the jobs. The "
+            f"largest file is {largest} ({byte_size(sizes[largest])}). Move data out of the "
+            "packages, to a URL.",
             setting="executor",
         )
     contents = {name: path.read_bytes() for name, path in files.items()}

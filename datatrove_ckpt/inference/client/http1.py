@@ -32,6 +32,7 @@ from httptools import HttpParserCallbackError, HttpParserError, HttpResponsePars
 from loguru import logger
 from xxhash import xxh3_64_intdigest
 
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.redaction import Secret, remember
 from datatrove_ckpt.common.retrying import WAIT_FIELDS, Quota, quotas, retry_after
 from datatrove_ckpt.errors import ServerRefused
@@ -696,7 +697,7 @@ class Transport:
     async def _connect_to(self, address: Any) -> _Connection:
         family, *_, (host, port, *_) = address
         peer = self._peer.reveal()
-        tls: dict[str, Any] = {}
+        tls: JsonObject = {}
         if peer.scheme == "https":
             tls = {"ssl": _tls(), "server_hostname": peer.raw_host}
         create = partial(self._loop.create_connection, host=host, port=port, family=family, **tls)

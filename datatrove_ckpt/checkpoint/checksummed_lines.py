@@ -46,16 +46,14 @@ def _advice(error: Exception, path: str | os.PathLike[str]) -> str:
     is_gone = code is None and not Path(path).parent.exists()
     if is_gone or code in (errno.ENOENT, errno.ESTALE):
         return (
-            "It was removed or moved during the run, or its file system was unmounted. What only "
-            "it held is lost. Put it back (a copy, the mount; a mirror comes back by itself) and "
-            "run the same command again. If it is lost, start over in other "
-            "folders."
+            "It was removed or moved during the run, or its file system was unmounted. Put it "
+            "back, and run the same command again (a mirror comes back by itself). If it is lost, "
+            "start over in other folders."
         )
     if code == errno.EACCES:
         return (
-            "Checkpoints are private, because they hold documents and answers: run this command as "
-            "the user who made them, or let that user run chmod -R g+rX on the folder. Else choose "
-            "another folder and run the same command again."
+            "Run this command as the user who made the checkpoints, which are private, let that "
+            "user run chmod -R g+rX on the folder, or choose another folder."
         )
     if code in (errno.EPERM, errno.EROFS) or "readonly" in str(error):
         return (
@@ -186,8 +184,7 @@ def is_count(value: object) -> bool:
 SHARD_VERSION = 2
 """``version`` in ``shard.json``. 1 has no checksum."""
 WITHOUT_SHARD = (
-    "Restore it from a copy. If there is none, and the input is the same, write {} into it: then "
-    "nothing shows whether the input of this finished task changes."
+    "Restore it from a copy. If there is none, and the input is the same, write {} into it."
 )
 
 

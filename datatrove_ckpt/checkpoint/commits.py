@@ -44,10 +44,9 @@ class CommitsDamaged(CheckpointCorrupt):
     def __init__(self, path: Path, damage: str, logging_dir: str | None = None) -> None:
         command = repair_command(str(checkpoints_of(path.parent)), logging_dir=logging_dir)
         super().__init__(
-            f"{damage} Keep the task's output files: they may belong to lost commits. "
-            f"{checksummed_lines.RESTORE}{command}, then run the same command again. "
-            "Commits that can be proved are kept; the other chunks are processed "
-            "again."
+            f"{damage} Keep the task's output files. {checksummed_lines.RESTORE}{command}, then "
+            "run the same command again. Commits that can be proved are kept; the other chunks are "
+            "processed again."
         )
         self.path = path
         self.log = path

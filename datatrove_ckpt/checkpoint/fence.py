@@ -116,7 +116,7 @@ class RunClaim:
             if not describe_alike(old, identity.fields):
                 logger.warning(
                     f"{self._path}: another version of datatrove-ckpt described the code of this "
-                    "run in another way, so the code is not compared this time. From now on it is."
+                    "run, so the code is not compared this time."
                 )
             self._accepted += old.get("accepted_changes", [])
             if changes and holds_work(folder):

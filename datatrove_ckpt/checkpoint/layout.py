@@ -313,7 +313,7 @@ def refuse_missing_run_json(folder: Path) -> None:
 
 def advice_to_continue_datatrove(checkpoints: Path | str) -> str:
     return (
-        f"To continue that run, stop it, choose other folders, and set finished_from: "
+        "To continue that run, stop it, choose other folders, and set finished_from: "
         f"[{checkpoints}, OUTPUT], with its output folder: finished documents keep their results. "
-        "To start over, choose other folders without finished_from."
+        "To start over, leave finished_from out."
     )

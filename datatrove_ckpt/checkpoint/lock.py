@@ -52,8 +52,7 @@ def _held_by(holder: bytes, path: Path) -> str:
     if process == this_process():
         return (
             "This very process works on this task already: another call of run or run_async in it "
-            f"holds {path}. Wait for that call to end, or cancel it, and call again. Two calls at "
-            f"once need two tasks, or two folders for their checkpoints."
+            f"holds {path}. Wait for that call to end, or cancel it, and call again."
         )
     return (
         f"Another process works on this task: {name_holder(process)} holds {path}. Wait for it to "

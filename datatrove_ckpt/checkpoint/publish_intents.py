@@ -18,10 +18,7 @@ import orjson
 from datatrove_ckpt.checkpoint import checksummed_lines, files
 from datatrove_ckpt.checkpoint.layout import PUBLISHING
 
-_ADVICE = (
-    "Check that no other run writes to the output folder, then remove this file: uncommitted "
-    "output files under the task's names count as the task's own then."
-)
+_ADVICE = "Check that no other run writes to the output folder, then remove this file."
 
 
 class PublishIntents:

@@ -145,9 +145,8 @@ def _checked_run(
         with interruption:
             if arguments.fail_on_dead_letters and plan.submits:
                 raise ConfigError(
-                    "--fail-on-dead-letters: this command submits the job, and ends before its "
-                    "tasks do. Leave the flag out; `datatrove-ckpt status` counts the dead "
-                    "letters."
+                    "--fail-on-dead-letters: this command ends before the job's tasks do. Leave "
+                    "the flag out; `datatrove-ckpt status` counts the dead letters."
                 )
             if arguments.retry_dead_letters:
                 _check_tasks(plan)

@@ -53,9 +53,8 @@ def k8s(arguments: argparse.Namespace) -> int:
     for yaml_path, text in [*in_files, *yaml_config.leaves(printed["spec"], "Job")]:
         if isinstance(text, str) and (yaml_config.MASK in text or may_hold_secret(text)):
             raise ConfigError(
-                f"{yaml_path}: holds what may be a secret (`run --print-config` hides it), and "
-                "this is no place for one. Let the job read it from the environment, out of a "
-                f"Secret that {_SECTION}.secrets names."
+                f"{yaml_path}: holds what may be a secret. Let the job read it from the "
+                f"environment, out of a Secret that {_SECTION}.secrets names."
             )
     say(f"{dump(files)}---\n{dump(printed)}".rstrip())
     return 0
@@ -75,8 +74,7 @@ def refuse_other_kinds(executor: PipelineExecutor, command: str) -> None:
         )
     if executor.depends is not None:
         raise ConfigError(
-            "depends: each worker would run that job. Run it first, as a run of "
-            "its own, and remove depends.",
+            "depends: each worker would run that job. Run it first, and remove depends.",
             setting="executor",
         )
 

@@ -296,8 +296,8 @@ def repair(arguments: argparse.Namespace) -> int:
             if numbers and plan.logging_dir is None:
                 names = ", ".join(f"LOGGING_DIR/completions/{number:05d}" for number in numbers)
                 markers = (
-                    f" Now remove {names}, where they exist (or repair again with --logging-dir "
-                    "LOGGING_DIR): datatrove skips tasks that have such a marker."
+                    f" Now remove {names}, where they exist, or repair again with --logging-dir "
+                    "LOGGING_DIR."
                 )
             say(f"Done.{markers} {again}.")
     return int(bool(plan.unrepaired))

@@ -68,8 +68,8 @@ def batches(arguments: argparse.Namespace) -> int:
                 problems.append(problem)
                 continue
             say(
-                f"The provider has forgotten {batch.id}. It is given up: the next run sends its "
-                "requests, and pays for them, again."
+                f"The provider has forgotten {batch.id}. The next run sends its requests, and pays "
+                "for them, again."
             )
     if problems:
         say(
@@ -104,8 +104,8 @@ def describe(state: RunState) -> Iterator[str]:
 def _what_next(state: RunState) -> Iterator[str]:
     if state.is_damaged:
         yield (
-            "Nothing runs, and `run` refuses to start with this, but takes what is missing from "
-            "a mirror that has it."
+            "Nothing runs, and `run` refuses to start with this, unless a mirror has what is "
+            "missing."
         )
         return
     if state.is_finished:
@@ -126,8 +126,8 @@ def _what_next(state: RunState) -> Iterator[str]:
         )
     else:
         yield (
-            "Nothing runs at the moment, and the run is not finished. To resume, unless a queue, "
-            f"another node or the same command is about to start the next task: {command}"
+            "Nothing runs at the moment, and the run is not finished. To resume, unless a queue or "
+            f"another node is about to: {command}"
         )
 
 

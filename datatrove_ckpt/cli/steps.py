@@ -503,9 +503,8 @@ def _naming(step: Step) -> Iterator[None]:
         yield
     except CheckpointMismatch as error:
         error.add_note(
-            f"This is the first step that has changed: {step.label}. Undo the change; or run with "
-            f"--redo {step.name}, which runs this step and what depends on it anew. A step whose "
-            "settings are the old ones asks only for rows that have changed."
+            f"This is the first step that has changed: {step.label}. Undo the change, or run with "
+            f"--redo {step.name}, which runs this step and what depends on it anew."
         )
         raise
 

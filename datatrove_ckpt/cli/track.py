@@ -252,9 +252,8 @@ def track(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--mlflow: {missing}")
     if holds_credentials(arguments.mlflow):
         raise ConfigError(
-            "--mlflow: the URI holds a user or a password, which other users of this machine can "
-            "see. Leave them out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in "
-            "the environment."
+            "--mlflow: other users can see a user or a password in the URI. Set "
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment."
         )
     service = partial(MlflowRun, uri=arguments.mlflow, experiment=arguments.experiment)
     if is_training(arguments.what):

@@ -219,7 +219,7 @@ def build(job: JsonObject) -> Any:
         if value == MASK:
             raise ConfigError(
                 f"{yaml_path}: its value was hidden by --dry-run, because it may be a secret. "
-                "Write the value in its place, into a file that only you can read."
+                "Write it in its place, into a file that only you can read."
             )
     return _build(job["executor"], "executor", PipelineExecutor)
 
@@ -268,8 +268,7 @@ def construct(cls: type[_Built], arguments: object, label: str) -> _Built:
     if "api_key_env" in parameters and arguments.get("api_key"):
         raise ConfigError(
             f"{_inside(label, 'api_key')}: a key does not belong into a file. Export it where the "
-            "tasks run, such as ENDPOINT_API_KEY, and write api_key_env: ENDPOINT_API_KEY instead "
-            "of api_key."
+            "tasks run, and write api_key_env: NAME_OF_ITS_VARIABLE instead."
         )
     values = {
         key: _value(argument_hint(cls, key), value, label, key) for key, value in arguments.items()

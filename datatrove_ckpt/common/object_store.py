@@ -198,8 +198,8 @@ class ObjectStore:
         except FileNotFoundError as error:
             if lacks_bucket(error):
                 advice = hub_refusal(error) or (
-                    f"the bucket of {self.url} does not exist. Make the bucket, or correct the "
-                    "setting (on S3 also AWS_ENDPOINT_URL), and run the same command again"
+                    f"the bucket of {self.url} does not exist. Make it, or correct the setting (on "
+                    "S3 also AWS_ENDPOINT_URL), and run the same command again"
                 )
                 raise ConfigError(f"checkpoints_remote_dir: {advice}.") from error
             return {}
@@ -291,8 +291,8 @@ def check_url(key: str, url: str) -> None:
     """
     if redaction.holds_credentials(url):
         raise ConfigError(
-            f"{key}: the URL holds a user or a password, which would be written to files. Set "
-            "credentials in the environment instead."
+            f"{key}: the URL holds a user or a password. Set credentials in the environment "
+            "instead."
         )
     redaction.refuse_variables(key, url)
     try:

@@ -322,8 +322,7 @@ class Secret:
         if value is None:
             raise ConfigError(
                 "api_key: the key given in Python or YAML did not reach this process (keys are "
-                "never pickled). Export it as an environment variable on the worker and name that "
-                "variable in api_key_env."
+                "never pickled). Export it on the worker, and name its variable in api_key_env."
             )
         remember(value)
         return value
@@ -464,8 +463,8 @@ def check_options(options: object, url: str, setting: str) -> None:
         ):
             raise ConfigError(
                 f"{setting}: the storage option {name!r} is a secret, and would be pickled with "
-                "the executor, into a file on a cluster. Leave it out: on S3 set AWS_ACCESS_KEY_ID "
-                "and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, in the environment."
+                "the executor. Leave it out: on S3 set AWS_ACCESS_KEY_ID and "
+                "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, in the environment."
             )
         check_options(value, url, setting)
 

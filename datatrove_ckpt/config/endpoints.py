@@ -51,8 +51,8 @@ class EndpointConfig:
 def check_variable(name: str | None) -> None:
     if name is not None and not _VARIABLE.fullmatch(str(name)):
         raise ConfigError(
-            "api_key_env: takes the name of an environment variable (letters, digits and _), "
-            "not the key. Export the key, and give the variable's name here."
+            "api_key_env: takes the name of an environment variable, not the key. Export the key, "
+            "and give the variable's name here."
         )
 
 

@@ -357,10 +357,9 @@ def resolve_model_path(model: str) -> Path:
         path = expand_path("model_name_or_path", model)
     if not path.is_file():
         raise ConfigError(
-            f"there is no file {model} (looked for {path}). The "
-            "llamacpp server needs a GGUF file: download one, or name one on the hub as "
-            f"{_HUB}ORG/NAME, or inside an installed package as package://NAME/FILE; or give "
-            "the endpoint of a server that runs already.",
+            f"there is no file {model} (looked for {path}). The llamacpp server needs a GGUF file: "
+            f"its path, {_HUB}ORG/NAME on the hub, or package://NAME/FILE in an installed package; "
+            "or give the endpoint of a server that runs already.",
             setting="model_name_or_path",
         )
     return path.absolute()
@@ -386,15 +385,13 @@ def _download(repo: str, file: str | None) -> Path:
     except Exception as error:
         cause = str(error).partition("\n")[0]
         raise ConfigError(
-            f"{repo} cannot be fetched from the Hugging Face hub: "
-            f"{cause}. A file that was downloaded before is found without the hub: "
-            f"{_HUB}{repo}/FILE.gguf.",
+            f"{repo} cannot be fetched from the Hugging Face hub: {cause}. Without the hub, name a "
+            f"file that was downloaded before: {_HUB}{repo}/FILE.gguf.",
             setting="model_name_or_path",
         ) from error
     raise ConfigError(
-        "llama.cpp, which serves models on a CPU, needs a GGUF "
-        f"file, and the hub has none in {repo} or {repo}-GGUF. Name another model, or a file: "
-        f"{_HUB}ORG/NAME/FILE.gguf, or a path.",
+        f"llama.cpp needs a GGUF file, and the hub has none in {repo} or {repo}-GGUF. Name another "
+        f"model, or a file: {_HUB}ORG/NAME/FILE.gguf, or a path.",
         setting="model_name_or_path",
     )
 

@@ -281,9 +281,8 @@ class InferenceConfig:
             is_text = isinstance(value, str) and not value.startswith(("<", "["))
             if is_text and names_secret(name):
                 raise ConfigError(
-                    f"model_kwargs: {name!r} is a secret, and would be in the process list and in "
-                    "files. Export it in the environment instead, which servers inherit: HF_TOKEN "
-                    "for the model hub."
+                    f"model_kwargs: {name!r} is a secret, and would be in the process list. Export "
+                    "it in the environment, which servers inherit (HF_TOKEN for the model hub)."
                 )
         check_variable(self.api_key_env)
         if self.api_key is not None and self.api_key_env is not None:

@@ -283,8 +283,8 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
                 if jobs := self._alive():
                     logger.warning(
                         f"{plural_is(len(jobs), 'job')} still at work: {_job_urls(jobs)}. The same "
-                        "command waits for them. To cancel them: run --cancel, or cancel() of the "
-                        "executor."
+                        "command waits for them; run --cancel, or cancel() of the executor, "
+                        "cancels them."
                     )
                 raise
             if given_up := claims.given_up():
@@ -325,9 +325,9 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         if foreign:
             raise CheckpointMismatch(
                 f"{plural_is(len(foreign), 'job')} still at work, of an earlier start with other "
-                f"settings, rollout code or package: {_job_urls(foreign)}. Wait for them with what "
-                "they were started with, or cancel them (run --cancel, or cancel() of the "
-                "executor), and run this again."
+                f"settings, rollout code or package: {_job_urls(foreign)}. Wait for them with "
+                "their settings, or cancel them (run --cancel, or cancel() of the executor), and "
+                "run this again."
             )
         return running
 

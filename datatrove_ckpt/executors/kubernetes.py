@@ -73,9 +73,9 @@ class KubernetesJob:
         for variable in self.env or ():
             if may_name_secret(variable):
                 raise ConfigError(
-                    f"env: {variable}: its value may be a secret, and anybody who sees the Job "
-                    "sees it. Put it into a Secret (kubectl create secret generic NAME "
-                    f"--from-literal={variable}=...) and write secrets: [NAME]."
+                    f"env: {variable}: its value may be a secret. Put it into a Secret (kubectl "
+                    f"create secret generic NAME --from-literal={variable}=...) and write secrets: "
+                    "[NAME]."
                 )
         reserved = {"containers", "restartPolicy", "terminationGracePeriodSeconds", "volumes"}
         for field in (self.pod or {}).keys() & reserved:

@@ -492,9 +492,8 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
             if running and self._is_worker:
                 raise CheckpointLocked(
                     f"{plural_is(len(running), 'task')} run by {', '.join(runs) or 'processes'}, "
-                    "as one run of all tasks. Wait for its end, or stop it and start every machine "
-                    "as a worker (run --worker). If it was killed on another machine or in another "
-                    "container, it counts as alive for five minutes."
+                    "as one run of all tasks. Wait for its end (after a kill elsewhere, five "
+                    "minutes), or stop it and start every machine as a worker (run --worker)."
                 )
             given_up = claims.given_up()
             if given_up:
@@ -667,9 +666,8 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         except Exception as error:  # whatever a step's __reduce__ raises
             raise ConfigError(
                 f"The pipeline cannot be sent to worker processes: {type(error).__name__}: "
-                f"{error}. Every step, its rollout and its shared_context must be picklable; give "
-                "a function that makes what is not, such as a connection or a generator. Or set "
-                "workers=1."
+                f"{error}. Every step, its rollout and its shared_context must be picklable: give "
+                "a function that makes what is not, or set workers=1."
             ) from error
 
 

@@ -144,9 +144,8 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
     def check(self, plan: "RunPlan") -> None:
         if plan.submits and shutil.which("sbatch") is None:
             raise ConfigError(
-                "SlurmPipelineExecutor submits with sbatch, which is not on this machine's PATH. "
-                "Run this on a login node of the cluster, or leave Slurm out (class_path: "
-                "LocalPipelineExecutor). --dry-run shows the script anywhere.",
+                "sbatch is not on this machine's PATH. Run this on a login node of the cluster, or "
+                "leave Slurm out (class_path: LocalPipelineExecutor); --dry-run shows the script.",
                 setting="executor",
             )
 
@@ -308,9 +307,8 @@ def submitted_job(printed: str) -> str:
     if line is None:
         raise CkptError(
             f"sbatch printed no job id, but {printed.strip()!r}. Cancel what squeue shows of this "
-            "run. Then correct sbatch, which prints 'Submitted batch job 17' by itself, or set "
-            "job_id_position (the id is this word of the text, counted from 0), and run the same "
-            "command again."
+            "run, set job_id_position (the number of the id among the words, from 0), and run the "
+            "same command again."
         )
     return line[1] or line[2]
 

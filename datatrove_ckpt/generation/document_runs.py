@@ -212,10 +212,9 @@ class DocumentRuns(DocumentRollouts):
         self._raise_if_stopping(answers)
         if answers.parked:
             error = ConfigError(
-                f"{name_of(self.rollout_fn)} did not use an answer of its last pass, and sent "
-                "other requests, so each pass would be paid for. With provider_batches, a "
-                "rollout must send the same requests for a document each time: no random "
-                "numbers, no time in its prompts (a seed may come from document.id)",
+                f"{name_of(self.rollout_fn)} sent other requests than in its last pass. With "
+                "provider_batches, a rollout must send the same requests for a document each time, "
+                "without time or random numbers in its prompts (a seed may come from document.id)",
                 setting="rollout_fn",
             )
         sent = [getattr(cause, "payload", None) for cause in causes(error)]

@@ -130,8 +130,7 @@ def advice_for(
     if not step.accept_changes and not is_ready_made:
         advice += (
             f" If you change the code of the rollout {name_of(step.rollout_fn)} for that, set "
-            "accept_changes: what is done and paid is kept, and the new code works on the "
-            "documents that are not done."
+            "accept_changes: what is done and paid is kept."
         )
         return advice, [_ACCEPTED, *changes]
     if any(isinstance(cause, InvalidAnswer) for cause in causes(error)):
@@ -180,9 +179,9 @@ def _about_payload(rejection: str, payload: Payload) -> tuple[str, list[Mapping[
         )
     if "schema" in rejection.lower() and "response_format" in payload:
         advice = (
-            "Correct the schema, and set accept_changes. A strict schema, as of OpenAI's API, "
-            "requires each of its properties, with the type null if it may be missing, and has "
-            "additionalProperties: false."
+            "Correct the schema, and set accept_changes. A strict schema requires each of its "
+            "properties (with the type null if it may be missing), and has additionalProperties: "
+            "false."
         )
         return advice, [_ACCEPTED]
     return advice, []
@@ -216,9 +215,8 @@ def unanswered(doc_id: str, ordinal: int, error: CkptError, payload: Payload) ->
         return error
     message = (
         f"A request of {document} has no answer. {error} This does not show that the document is "
-        "at fault, so there is no dead letter. If the server is at fault, correct it, and run the "
-        "same command again. To continue without this document, let the rollout return None for it "
-        "before any request, and set accept_changes."
+        "at fault. Correct the server, and run the same command again; or let the rollout return "
+        "None for this document, and set accept_changes."
     )
     return DocumentFailed(message, error=error, changes=[_ACCEPTED])
 
@@ -309,9 +307,9 @@ class FailurePolicy:
         if limit is not None and self.dead > limit:
             raise TooManyDeadLetters(
                 f"{plural(self.dead, 'document')} of this task failed, more than "
-                f"max_dead_letters={limit} allows. The last failure, {name}: {cause}. Fix the "
-                "cause and run the same command again. When the task is finished, "
-                "retry_dead_letters processes the dead letters again."
+                f"max_dead_letters={limit} allows. The last failure, {name}: {cause}. Correct the "
+                "cause, and run the same command again. At the end, retry_dead_letters retries "
+                "them."
             ) from error
         logger.warning(f"D{name[1:]} becomes a dead letter: {cause}")
         return dead_letter(source, ordinal, error, payload_hashes)

@@ -102,9 +102,8 @@ def compare_earlier_runs(step: RunnerSettings, identity: RunIdentity) -> tuple[l
         str(run.get("output_writer")).endswith(CSV.writer) for _, run in runs
     ):
         raise ConfigError(
-            "finished_from: the old run wrote CSV, where numbers have become texts. Also "
-            "write CSV (output_format: csv), and export it to another format; or leave "
-            "finished_from out."
+            "finished_from: the old run wrote CSV, where numbers have become texts. Also write CSV "
+            "(output_format: csv), or leave finished_from out."
         )
     if changes and not step.accept_changes:
         raise CheckpointMismatch(
@@ -124,7 +123,7 @@ def compare_earlier_runs(step: RunnerSettings, identity: RunIdentity) -> tuple[l
         accepted += [_UNCHECKED]
         unchecked = (
             f" finished_from: results in {', '.join(unknown)} were taken over unchecked: no "
-            "checkpoint there shows the model, the prompt and the code that made all of them."
+            "checkpoint there shows the settings that made all of them."
         )
     return accepted, unchecked
 
@@ -235,8 +234,7 @@ class FinishedDocuments:
                     self._lost.update(lost)
                     logger.warning(
                         f"finished_from: the document {safe_repr(str(document.id))} is taken over "
-                        f"without {', '.join(map(repr, lost))}: the rollout removed that from the "
-                        "metadata, or the old input lacked it."
+                        f"without {', '.join(map(repr, lost))}: the old output lacks that."
                     )
                 if self._are_cells:  # columns of other documents
                     old = {
@@ -251,8 +249,7 @@ class FinishedDocuments:
             names = ", ".join(map(repr, self._differing(document.metadata, rows[0])))
             logger.warning(
                 f"finished_from: the document {safe_repr(str(document.id))} is requested again, as "
-                f"are others like it: its old metadata has another {names}. The input was another "
-                "one, or the rollout changed it."
+                f"are others like it: its old metadata has another {names}."
             )
         return None
 

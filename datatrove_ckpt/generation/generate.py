@@ -233,9 +233,8 @@ class BoundGenerate:
         reused = answers.reused[number]
         if reused < saved and reused < answers.requests[number]:
             warn_once(
-                f"Document {answers.doc_id!r}: its agent has not requested answers that an earlier "
-                "attempt has saved, and has sent other requests, which were paid for. Are time "
-                "or random numbers in its prompts?"
+                f"Document {answers.doc_id!r}: its agent has sent other requests than an earlier "
+                "attempt, which were paid for. Are time or random numbers in its prompts?"
             )
 
     # Each sends a request, or a request for each text, to an API of the engine (``Engine.ways``).

@@ -83,8 +83,7 @@ def _read_schema(path: Path) -> Schema:
         raise CheckpointCorrupt(
             path,
             f" should hold the types of the input's columns, and cannot be read ({error}). Restore "
-            "it from a copy, or remove it: output written from then on has the types of its "
-            "values.",
+            "it from a copy, or remove it: output then has the types of its values.",
         ) from error
 
 

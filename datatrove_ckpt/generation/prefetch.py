@@ -332,9 +332,8 @@ class DocumentSource:
         if self._saved is not None and (position is None or position[:2] <= self._saved):
             raise ConfigError(
                 "A step between the reader and InferenceRunner reorders documents, or makes "
-                "several of one, so a position that was saved is wrong, and a resume from it "
-                "would lose documents. Use datatrove's own reader, which counts documents "
-                "instead.",
+                "several of one, so a saved position is wrong, and a resume would lose documents. "
+                "Use datatrove's own reader.",
                 starts_over="anew",
             )
 

@@ -191,9 +191,8 @@ class RankReporter:
                             place = self.source.stands(MINUTE_SECONDS)
                     if place and not warned:
                         logger.warning(
-                            "For a minute, no document has come, and no request is out: the "
-                            f"reader stands{place}. Wait for what it reads, or stop this run and "
-                            "correct that: the same command resumes."
+                            f"For a minute, no document has come: the reader stands{place}. Wait, "
+                            "or stop this run and correct that: the same command resumes."
                         )
                     warned = bool(place)
                     if self.silence().lasts != was_silent:

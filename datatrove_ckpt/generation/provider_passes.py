@@ -182,10 +182,10 @@ class ProviderPasses:
                 return False
             # It may have been paid for: the user decides.
             raise ServerRefused(
-                f"{gone}Check that the endpoint and the key are those that created it. Its "
-                f"{plural(batch.requests, 'request')} may have been paid for. To send them, and "
-                "pay for them, again: datatrove-ckpt batches cancel "
-                f"{self._checkpoint.lease.files.folder.parent}, then run the same command again."
+                f"{gone}Check the endpoint and the key. Its {plural(batch.requests, 'request')} "
+                "may have been paid for. To send them, and pay for them, again: datatrove-ckpt "
+                f"batches cancel {self._checkpoint.lease.files.folder.parent}, then run the same "
+                "command again."
             ) from None
         if remote.status not in ENDED:
             if batch.state == "incomplete":  # it was only missing for a while
@@ -285,9 +285,8 @@ class ProviderPasses:
             return False
         await self._note(batch, "dropped")
         raise ServerRefused(
-            f"The provider refused batch {remote.id} as a whole: "
-            f"{remote.errors}. It was not paid for, and no document is blamed. Correct the "
-            "cause, and run the same command again."
+            f"The provider refused batch {remote.id}: {remote.errors}. It was not paid for. "
+            "Correct the cause, and run the same command again."
         )
 
     async def _collect(self, provider: BatchProvider, batch: Batch, remote: RemoteBatch) -> bool:
@@ -328,9 +327,9 @@ class ProviderPasses:
         if is_strange and config.provider_batches:
             raise ServerRefused(
                 f"Batch {remote.id}: no answer has the custom_id of a request, but all have others "
-                f"like {strange}. A gateway may have changed them. The batch was paid for, and "
-                "is read again by the same command. With provider_batches set to false its "
-                "requests are sent, and paid for, again."
+                f"like {strange}, perhaps changed by a gateway. The batch was paid for: correct "
+                "that, and run the same command again. With provider_batches: false, its requests "
+                "are paid for again."
             )
         lines = min(remote.lines, batch.requests)
         is_short = bool(gone) or (len(answered) < lines and not is_strange)

@@ -76,8 +76,7 @@ class AnswerQuality:
         if self._seen == _FIRST and 2 * self._bad > _FIRST:
             logger.warning(
                 f"{self._bad} of the first {_FIRST} answers are cut off, empty, looping, refusals, "
-                "or copies of their prompt or of each other. Look at some with "
-                "`datatrove-ckpt run --sample 5` before you pay for more."
+                "or copies. Look at some: `datatrove-ckpt run --sample 5`."
             )
 
     def faults(self, choice: JsonObject, text: str, prompt: str) -> list[str]:

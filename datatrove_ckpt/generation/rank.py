@@ -459,8 +459,7 @@ class _Run:
         if not checkpoint.lease.lock.works:
             logger.warning(
                 f"{self.step.checkpoints_local_dir} has no working file locks: do not start a "
-                f"second process for task {self.rank}. A second process takes over the task, and "
-                "the first process stops before its next write."
+                f"second process for task {self.rank}, which would take it over."
             )
         point = checkpoint.resumed
         if not point.is_fresh:
@@ -487,7 +486,7 @@ class _Run:
         elif checkpoint.error is not None:
             saved = (
                 ". What was saved before that stays. Correct the cause, and run the same command "
-                "again to resume; the rest is done again."
+                "again."
             )
         else:
             given_up = ""

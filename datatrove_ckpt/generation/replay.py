@@ -477,8 +477,7 @@ def mismatch(verdict: Verdict) -> CheckpointMismatch:
     return CheckpointMismatch(
         "The rollout now sends other requests, or gives other results, for documents that are "
         f"done:\n  {verdict}\nIts code, or a file, a package or a variable that it uses, has "
-        "changed. Go on with the old ones, or set accept_changes to mix the two: what is done "
-        "stays as it is.",
+        "changed. Restore that, or set accept_changes: what is done stays as it is.",
         changes=[{"accept_changes": True}],
         starts_over="anew",
     )

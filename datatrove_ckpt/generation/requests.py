@@ -764,11 +764,10 @@ class RolloutRequests:
         believed = client.result().without_reason if client.done() else 0
         error = ServerRefused(
             f"An answer has the finish_reason {reason!r}, but accept_null_finish_reason is for "
-            "servers that never give one. So answers without one may be cut off. This attempt has "
-            f"taken {believed} of them as complete, and earlier ones may have taken more. Remove "
-            "the setting, and start over, so that every request is sent again. "
-            "(Or continue here with accept_changes: then look for null among the finish_reasons "
-            "of documents that are finished already, because those stay as they are.)",
+            "servers that never give one: answers without one may be cut off, and this attempt has "
+            f"taken {believed} of them as complete. Remove the setting, and start over; or "
+            "continue with accept_changes, and look for null among the finish_reasons of finished "
+            "documents.",
             starts_over="anew",
         )
         return self._stopped(error)
@@ -789,9 +788,9 @@ class RolloutRequests:
             name = answered.model or self.config.model_name_or_path
             error = ServerRefused(
                 f"{name!r} has answered embed() with {plural(size, 'number')}, and before with "
-                f"{first}, for the same params. So its servers have, or had, different models. "
-                "This answer is not saved. When all servers have the first answer's model, run "
-                "the same command again. If that model is wrong, start over.",
+                f"{first}, for the same params: its servers have different models. This answer is "
+                "not saved. Give all servers the first answer's model, and run the same command "
+                "again; or start over.",
                 starts_over="anew",
             )
             raise self._stopped(error)

@@ -83,9 +83,8 @@ class ResultEncoder:
         is_whole = all(isinstance(result, InferenceResult | None) for result in results)
         if not is_whole and current not in (repr(results), *map(repr, results)):
             raise DocumentNotSerializable(
-                f"The rollout {name_of(rollout_fn)} has set metadata[{column!r}], and returned "
-                "another value, which belongs there. Return what the column is to hold, and use "
-                "other keys of the metadata."
+                f"The rollout {name_of(rollout_fn)} has set metadata[{column!r}], where the value "
+                "that it returns belongs. Use another key of the metadata."
             )
 
     def put_added(self, document: Document, answers: DocumentAnswers) -> None:

@@ -418,10 +418,10 @@ class RunnerSettings(PipelineStep):
                 script_names.warn_left_out(names)
             if launcher(outer).has_own_disks and not hasattr(outer, "sends_own_modules"):
                 logger.warning(
-                    "datatrove's JobsPipelineExecutor: its jobs have this package only if "
-                    "dependencies names a release, resume only with checkpoints_remote_dir, "
-                    "don't drain before their timeout, and get no key of api_key_env unless "
-                    "secrets has it. datatrove_ckpt.JobsPipelineExecutor does all of that."
+                    "datatrove's JobsPipelineExecutor: its jobs resume only with "
+                    "checkpoints_remote_dir, do not drain before their timeout, and get this "
+                    "package and keys only by dependencies and secrets. "
+                    "datatrove_ckpt.JobsPipelineExecutor does all of that."
                 )
         copied = memo[id(self)] = self.changed()
         copied.__dict__.update(deepcopy(self.__dict__, memo))

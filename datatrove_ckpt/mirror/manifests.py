@@ -75,7 +75,7 @@ class ManifestSigner:
         if self.is_on and len(self._key.reveal()) < _LEAST_CHARACTERS:
             raise ConfigError(
                 f"{MIRROR_KEY_VARIABLE}: a key has at least {_LEAST_CHARACTERS} characters "
-                "(`openssl rand -hex 32` makes one). Unset the variable to mirror without a key."
+                "(`openssl rand -hex 32` makes one). Unset it to mirror without a key."
             )
 
     def add(self, name: str, body: bytes) -> bytes:
@@ -101,16 +101,14 @@ class ManifestSigner:
                 )
         elif signed is None:
             raise CheckpointCorrupt(
-                f"{url} is not signed, although {MIRROR_KEY_VARIABLE} is set: any user who can "
-                "write to the mirror may have made it. If it was made before you had a key, and "
-                "you trust it, start once without the key, and then with it: later uploads are "
-                "signed. Otherwise remove this version."
+                f"{url} is not signed, although {MIRROR_KEY_VARIABLE} is set: others may have made "
+                "it. If it was made before you had a key, start once without the key, and then "
+                "with it; else remove this version."
             )
         elif not hmac.compare_digest(self._digest(name, signed[1] + b"}").encode(), signed[2]):
             raise CheckpointCorrupt(
-                f"{url} is not signed with the key in {MIRROR_KEY_VARIABLE}, or not for this "
-                "task and version: it was made with another key, changed, or moved there. Set the "
-                "key that made it, or remove this version."
+                f"{url} is not signed with the key in {MIRROR_KEY_VARIABLE}, or not for this task "
+                "and version. Set the key that made it, or remove this version."
             )
 
     def _digest(self, name: str, body: bytes) -> str:
@@ -541,7 +539,7 @@ class VersionWriter:
         except OSError as error:
             logger.warning(
                 f"Could not remove old versions at {self._versions.url}: {failure_line(error)}. "
-                "They use storage and do no harm. The next upload tries again."
+                "The next upload tries again."
             )
         return True
 

@@ -111,8 +111,8 @@ class RemoteMirror:
             if self._answers:
                 logger.warning(
                     f"The mirror {self.url} does not show whether another process has taken this "
-                    f"task over. Its output waits {_OWNER_WAIT_SECONDS:g} s of every two minutes "
-                    "for the mirror, and is then published."
+                    f"task over. Its output is published after {_OWNER_WAIT_SECONDS:g} s of "
+                    "waiting."
                 )
             self._answers = False
             self._owned_until = time.monotonic() + _OWNER_WAIT_SECONDS
@@ -120,9 +120,8 @@ class RemoteMirror:
     def _without_version(self) -> StorageFailed:
         return StorageFailed(
             f"Nothing could be uploaded to the mirror {self.url} ({self._failure}). The task's "
-            "first output, and each batch at a provider, wait for that: if this node were lost, "
-            "they would seem to belong to another run. Every answer is saved on this node. "
-            "Correct that (network, credentials, disk space), or remove the setting "
+            "first output, and each batch at a provider, wait for that. Every answer is saved on "
+            "this node. Correct that (network, credentials, disk space), or remove the setting "
             "checkpoints_remote_dir, and run the same command again."
         )
 
@@ -163,7 +162,7 @@ class RemoteMirror:
                 limit = DRAIN_SECONDS
             logger.warning(
                 f"The last upload to the mirror {self.url} did not end within {limit:g} s. The "
-                "mirror keeps the version before it; the local checkpoint is complete."
+                "local checkpoint is complete."
             )
         self._given_up = True
         with self._reading:
@@ -224,9 +223,8 @@ class RemoteMirror:
             if job_launch.LAUNCH in os.environ and retrying.http_status(error) in (401, 403):
                 raise StorageFailed(
                     f"{self.url} refuses this job's token ({retrying.library_line(error)}), and "
-                    "the job's disk goes with it: going on would pay for answers that are lost. "
-                    "Log in (hf auth login) where the run was started, and run the same command "
-                    "again."
+                    "the job's disk would be lost. Log in (hf auth login) where the run was "
+                    "started, and run the same command again."
                 ) from error
             is_final = isinstance(error, OSError) and not retrying.STORAGE.is_transient(error)
             if is_final and self._owner_checks and not self._is_owned:
@@ -235,7 +233,7 @@ class RemoteMirror:
                 self._failures += 1
                 warning = (
                     f"Could not mirror the checkpoint to {self.url}: {self._failure}. What is "
-                    "newer than the last version is saved on this node only."
+                    "newer is saved on this node only."
                 )
                 if not self._stopping:
                     warning += " The run continues and tries again later."
@@ -268,8 +266,7 @@ class RemoteMirror:
             except FileNotFoundError as error:  # a mistake, not an outage
                 raise ConfigError(
                     f"checkpoints_remote_dir: nothing can be written to {url}: {error}. Make the "
-                    "bucket or folder, or correct the setting, and run the same command again. "
-                    "Saved answers are kept on this node."
+                    "bucket or folder, or correct the setting, and run the same command again."
                 ) from error
             for name, file in grown.items():
                 while (remaining := snapshot.sizes[name] - uploads.uploaded_bytes(name)) > 0:

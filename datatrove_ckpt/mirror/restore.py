@@ -224,8 +224,7 @@ def _restore_newest(
     if owner is not None:
         logger.warning(
             f"Another node has continued this task since {folder} was written here (version "
-            f"{version.number} at {mirrored.url}). The old folder is kept as {aside}; remove it "
-            "when you like."
+            f"{version.number} at {mirrored.url}). The old folder is kept as {aside}."
         )
 
 
@@ -239,9 +238,8 @@ def _refuse_unrelated(
             theirs |= set(mirrored.read_manifest(version).run["owner"]["earlier"])
     if not ours & theirs and not _began_with_mirror(folder):
         raise CheckpointMismatch(
-            f"{folder} and its mirror {mirrored.url} were started separately: neither continues "
-            "the other. Remove the folder to continue from the mirror, or remove the mirror to "
-            "continue from the folder."
+            f"{folder} and its mirror {mirrored.url} were started separately. Remove the one that "
+            "shall not continue."
         )
 
 
@@ -291,10 +289,8 @@ def _build_newest(
 def _no_complete_version(url: str, problems: str) -> CheckpointCorrupt:
     return CheckpointCorrupt(
         f"No version at {url} is complete:\n  {problems}\nBring the objects back if you can (some "
-        "buckets keep "
-        "overwritten ones), and run the same command again. To start this task over, and pay for "
-        "it again, remove "
-        f"{url} and the task's output files."
+        f"buckets keep old ones), and run the same command again; or remove {url} and the task's "
+        "output files, to pay for it again."
     )
 
 

@@ -158,8 +158,7 @@ class ChunkWriter:
             )
             logger.warning(
                 f"{columns} (seen at chunk {chunk_index} of task {self._rank}). Loaders take the "
-                "types of the first file, so the dataset may not load as one, or values load as "
-                f"texts that are none. {ONE_TYPE}."
+                f"types of the first file, so the dataset may not load as one. {ONE_TYPE}."
             )
         if not is_written:
             self._write(staged, chunk_index, documents, self._copy(staged, schema))
@@ -479,8 +478,7 @@ class SchemaMismatch(NamedTuple):
 
 ONE_TYPE = (
     "Give ParquetWriter a schema that fits, or an adapter that sets one type, or continue with "
-    "output_format: jsonl, which accepts values of any types. Each needs accept_changes: what is "
-    "committed stays as it is"
+    "output_format: jsonl. Each needs accept_changes: what is committed stays as it is"
 )
 
 

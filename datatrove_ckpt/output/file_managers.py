@@ -62,9 +62,8 @@ class StagedFiles(OutputFileManager):  # type: ignore[misc]
         if path.exists():
             raise OutputFailed(
                 f"{filename} and another name of this chunk are one file on this file system, "
-                "which ignores upper and lower case or how Unicode is composed. Give the "
-                "documents names that differ in more than that, or choose another output_filename "
-                "or file system."
+                "which ignores case or how Unicode is composed. Give the documents names that "
+                "differ in more, or choose another output_filename or file system."
             )
         return OutputStream(path, filename, self)
 

@@ -82,9 +82,9 @@ def _make(folder: HubFolder, private: bool | None, only_look: bool) -> str:
         make = f"hf buckets create {shlex.quote(folder.repo)}"
     if private is None or folder.revision is not None:  # a run makes no branches
         raise OutputFailed(
-            f"{folder.url}: there is no {kind} {folder.repo}, or this token may not see it. If "
-            "the run has written there, restore it, or start over in other folders. Else correct "
-            f"the name or the token, or make it: {make} --private"
+            f"{folder.url}: there is no {kind} {folder.repo}, or this token may not see it. "
+            "Correct the name or the token; restore it, if the run has written there; or make it: "
+            f"{make} --private"
         )
     how = "public"
     if private:

@@ -245,8 +245,8 @@ class OutputOwnership:
             f"{location} belongs to another run, with checkpoints in {owner.home} (host "
             f"{owner.host}): both runs would write files that output_filename {self._template!r} "
             f"names. Nothing was written. {advice}Choose another output folder for this run. If "
-            "the other run is no more, or its output was moved away, remove its files there, and "
-            f"the file that names it, {shlex.quote(self._record.place)}; then run again."
+            "the other run is no more, remove its files there, and the file that names it, "
+            f"{shlex.quote(self._record.place)}; then run again."
         )
 
 
@@ -642,12 +642,9 @@ def file_problem(file: OutputFile, size: int | None) -> tuple[str, str]:
 def other_content(location: str, names: Sequence[str]) -> OutputMismatch:
     return OutputMismatch(
         f"{location} has other content, which this task has not published, under these names: "
-        f"{first_names(names)}. Nothing was overwritten. Probably another run writes to the same "
-        "folder with the same output_filename. Stop one of the runs, and start it anew with "
-        "folders of its own. The other run continues with the same command, once files that are "
-        "not its own are deleted from the folder. If there is no other run (a file was copied "
-        "there, or the checkpoint is older than the output), move that content out of the folder, "
-        "and run the same command again."
+        f"{first_names(names)}. Nothing was overwritten. If another run writes to this folder, "
+        "stop one of the two, and start it over with folders of its own. Move what is not this "
+        "run's out of the folder, and run the same command again."
     )
 
 
@@ -894,9 +891,9 @@ class OutputFolder:
         if recorded and stands_elsewhere(recorded, self.writer.output_folder):
             raise OutputMismatch(
                 f"{self.location} lacks output files that were committed, such as {first.path} "
-                f"({first.place}). They were written to {recorded}, and that folder still exists. "
-                "Nothing was changed. Set the output folder back to it; or copy all its "
-                "files to the new folder, and run the same command again."
+                f"({first.place}). They were written to {recorded}, which still exists. Nothing "
+                "was changed. Set the output folder back to it, or copy its files to the new "
+                "folder, and run the same command again."
             )
         problems = [f"{file.path} {file_problem(file, listing.size(file))[1]}" for file in wrong]
         moved = ""
@@ -947,11 +944,10 @@ class OutputFolder:
         raise OutputMismatch(
             f"{self.location} holds {plural(len(names), 'file')} that output_filename "
             f"{self._template!r} may have named, and that no commit of task {rank} names: "
-            f"{first_names(names, 20)}. Another run wrote them (datatrove's own InferenceRunner, "
-            "or one whose checkpoint was deleted), or they were copied there. "
-            f"{STRAY_ADVICE} ({verify} names all of them); or choose another output folder, or "
-            f"bring the checkpoint back; and run the same command again.{mirror} To continue a "
-            "run of datatrove's own, choose other folders, and set finished_from to the old ones."
+            f"{first_names(names, 20)}. Another run wrote them, or they were copied there. "
+            f"{STRAY_ADVICE} ({verify} names all of them), choose another output folder, or bring "
+            f"the checkpoint back; and run the same command again.{mirror} To continue a run of "
+            "datatrove's own, choose other folders, and set finished_from to the old ones."
         )
 
     def _own(

@@ -234,9 +234,8 @@ def with_our_uploads(writer: DiskWriter) -> DiskWriter:
     if type(writer).__module__ != _DATATROVE:
         raise ConfigError(
             f"output_writer: {type(writer).__name__} changes {kinds[0]}, which uploads by itself "
-            "when it is closed, so a chunk could not be published in one step. Derive it from "
-            "ParquetWriter, with an output_folder on the hub: hf://datasets/OWNER/NAME or "
-            "hf://buckets/OWNER/NAME."
+            "when it is closed. Derive it from ParquetWriter, with an output_folder on the hub: "
+            "hf://datasets/OWNER/NAME or hf://buckets/OWNER/NAME."
         )
     if not hasattr(writer, "bucket"):
         repository = HubFolder("dataset", writer.dataset, writer.revision)

@@ -107,8 +107,8 @@ def refuse_exhaustion(error: BaseException, action: str) -> None:
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         raise TooManyOpenFiles(
             f"{action}: too many open files (this process may have {limits()[0]}). Raise the limit "
-            "where the tasks run (ulimit -n), or set a lower number for "
-            "max_concurrent_generations. Everything saved so far is kept: the same command resumes."
+            "where the tasks run (ulimit -n), or lower max_concurrent_generations, and run the "
+            "same command again."
         ) from error
 
 

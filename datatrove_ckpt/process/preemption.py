@@ -245,10 +245,9 @@ class LoopWatchdog:
         with suppress(BaseException):
             self._save()
         logger.error(
-            "This task must stop, and a rollout keeps its event loop from ending: it computes "
-            "without end, calls time.sleep, or has an async generator or a thread that does not "
-            "end. Everything that is finished is saved, and the process ends now. Run the same "
-            "command again to resume."
+            "This task must stop, and a rollout keeps its event loop from ending: by time.sleep, "
+            "or a thread or computation without end. What is finished is saved, and the process "
+            "ends now. Run the same command again to resume."
         )
         exit_now(self._hand_on())
 
@@ -298,8 +297,8 @@ class Preemption:
         if self._is_pool_worker:
             parent_watch.die_with_parent()
             logger.info(
-                "This task runs in a worker of multiprocessing's pool: signals end it like kill "
-                "-9, without a drain. With datatrove_ckpt.LocalPipelineExecutor, tasks drain."
+                "This task runs in a worker of multiprocessing's pool, where signals end it "
+                "without a drain. With datatrove_ckpt.LocalPipelineExecutor, tasks drain."
             )
         if signals.in_main_thread():
             signals.between_ranks.restore()

@@ -372,9 +372,9 @@ class Workers:
 
 def _cannot_start(reason: str) -> WorkerDied:
     return WorkerDied(
-        f"No worker process could be started: {reason}. What it printed is above. In a script, "
-        "run() must be called under `if __name__ == '__main__':`, because each worker imports the "
-        "script. A program without a file, as one from standard input, needs start_method='fork'."
+        f"No worker process could be started: {reason}. What it printed is above. A script must "
+        "call run() under `if __name__ == '__main__':`, because each worker imports it; a program "
+        "without a file needs start_method='fork'."
     )
 
 

@@ -271,8 +271,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             raise DocumentNotSerializable(
                 f"The document {fields.get('id')!r} of the input file {source_file!r} has a text "
                 f"of type {type(text).__name__}, not str. Write it as a string, set "
-                f"types: {{{self.text_key}: string}} (JSON lines), a text_key that gives one, or "
-                "write an adapter."
+                f"types: {{{self.text_key}: string}} (JSON lines), or write an adapter."
             )
         if fields.get("media"):
             try:
@@ -382,8 +381,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 begin = f", in {begin!r}"
             problem = str(error).removesuffix(".")
             raise DamagedLine(
-                f"`{file}`, {location}: {problem}{begin}. Correct or remove it, choose the reader "
-                "of its format, or give max_skipped: so many may be left out (null: any number)."
+                f"`{file}`, {location}: {problem}{begin}. Correct or remove it, or give "
+                "max_skipped: so many may be left out (null: any number)."
             )
         self.stat_update("damaged_lines")
         count = self.stats["damaged_lines"].total

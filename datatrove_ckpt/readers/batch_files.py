@@ -123,8 +123,8 @@ def _problem(data: Row) -> str:
         return "its body is no object with keys"
     if extras := {"extra_body", "extra_headers", "extra_query"} & body.keys():
         return (
-            f"its body has {min(extras)}, which is no part of a request, but of OpenAI's client: "
-            "write the keys of extra_body into the body, and remove the others"
+            f"its body has {min(extras)}, which is for OpenAI's client: write the keys of "
+            "extra_body into the body, and remove the others"
         )
     if body.get("stream"):
         return "its body requests a stream, and answers are read as a whole: remove stream"

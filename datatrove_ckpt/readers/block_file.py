@@ -24,13 +24,14 @@ from datatrove.io import DataFolder
 
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.lazy_pyarrow import pa, pq
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.inputs import (
     FilePosition,
     FileProgress,
     Row,
     RowBlock,
+    file_error,
     naming_hub_input,
     position_mismatch,
     refuse_equal_names,
@@ -214,10 +215,11 @@ def _python_rows(batch: pa.Table, name: str) -> list[Row]:
                 _refuse_lost_digits(column)
                 column.to_pylist()
             except (OverflowError, ValueError) as error:
-                raise InputError(
-                    f"The input file {name!r} has a value in the column {field.name!r}, of type "
-                    f"{field.type}, that Python cannot hold: {error}. Convert the column, for "
-                    "example to microseconds or to text, and run the same command again."
+                raise file_error(
+                    name,
+                    f"has a value in the column {field.name!r}, of type {field.type}, that Python "
+                    f"cannot hold: {error}",
+                    "Convert the column, for example to text",
                 ) from error
         raise
 
@@ -445,9 +447,8 @@ class ArrowBlocks(TableFile):
                 break
             if message.type == "dictionary" and self._is_stream:
                 raise ConfigError(
-                    f"The input file {self.name!r} is an Arrow stream with dictionaries, of which "
-                    "no part can be read without what comes before. Write it as an Arrow file, as "
-                    "Parquet, or without dictionaries."
+                    f"The input file {self.name!r} is an Arrow stream with dictionaries, which "
+                    "cannot be read in parts. Write it as an Arrow file or as Parquet."
                 )
             end = self._source.tell()
             if message.type == "record batch":
@@ -505,11 +506,8 @@ def is_stream(file: IO[bytes], name: str) -> bool:
     if begin[:4] == b"\xff\xff\xff\xff":
         return True
     if begin and not _FILE_MAGIC.startswith(begin):
-        raise InputError(
-            f"The input file {name!r} is no Arrow file: it begins with {begin!r}. If it was one, "
-            "replace it by a complete copy; else move it out of the input, or choose the files by "
-            "a pattern (*.arrow). Then run the same command again."
-        )
+        advice = "Replace it by a complete copy, or choose the files by a pattern (*.arrow)"
+        raise file_error(name, f"is no Arrow file: it begins with {begin!r}", advice)
     return False
 
 

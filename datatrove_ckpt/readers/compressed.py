@@ -29,8 +29,8 @@ from fsspec.utils import infer_compression
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.pictures import tiff_pages
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
-from datatrove_ckpt.readers.inputs import naming_hub_input
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.readers.inputs import file_error, naming_hub_input
 
 # Without the library, fsspec would read such a file as text.
 _CODECS_BY_SUFFIX = {".zst": "zstd", ".lz4": "lz4"}
@@ -94,16 +94,9 @@ def naming_damage(name: str) -> Iterator[None]:
         if not (is_plain or isinstance(error, _DAMAGE) or library in _LIBRARIES):
             raise
         if "crypt" in str(error):
-            raise InputError(
-                f"The input file {name!r} is encrypted: {error}. Write it decrypted, and run the "
-                "same command again."
-            ) from error
-        raise InputError(
-            f"The input file {name!r} is damaged or cut off: {error}. Replace it by a complete "
-            "copy, or correct its name if its suffix is of another format or compression, and run "
-            "the same command again: the part that was read before must be the same, and its "
-            "results are kept."
-        ) from error
+            raise file_error(name, f"is encrypted: {error}", "Write it decrypted") from error
+        advice = "Replace it by a complete copy, or correct its suffix"
+        raise file_error(name, f"is damaged or cut off: {error}", advice) from error
 
 
 class DecompressedFile(io.BufferedReader):
@@ -143,10 +136,11 @@ def open_content(
             yield file  # a file of 0 bytes is empty, although its compression would need a header
         except UnicodeDecodeError as error:
             likely = likely_encoding(error.object)
-            raise InputError(
-                f"The input file {name!r} is not {error.encoding}: {error}. Set encoding: "
-                f"{likely}, or the encoding that it has, or convert it (iconv -f {likely} -t "
-                "utf-8), and run the same command again."
+            raise file_error(
+                name,
+                f"is not {error.encoding}: {error}",
+                f"Set encoding: {likely}, or the encoding that it has, or convert it (iconv -f "
+                f"{likely} -t utf-8)",
             ) from error
 
 
@@ -189,10 +183,8 @@ class _RecodedFile(_ConvertedFile):
         except UnicodeDecodeError:
             raise
         except UnicodeError as error:
-            raise InputError(
-                f"The input file {self._name!r} is not utf-16: {error}. Set encoding: utf-16-le or "
-                "utf-16-be, or the encoding that it has, and run the same command again."
-            ) from error
+            advice = "Set encoding: utf-16-le or utf-16-be, or the encoding that it has"
+            raise file_error(self._name, f"is not utf-16: {error}", advice) from error
         self._waiting = memoryview(text.encode())
         return bool(self._waiting)
 
@@ -247,10 +239,10 @@ def _only_file(file: IO[bytes], name: str) -> io.RawIOBase:
     archive = zipfile.ZipFile(file)
     names = files_in(archive)
     if len(names) != 1:
-        raise InputError(
-            f"The input file {name!r} holds {plural(len(names), 'file')}: "
-            f"{', '.join(names[:3])}. Unpack it (unzip {shlex.quote(name)} -d FOLDER), and give "
-            "the folder as the input."
+        raise file_error(
+            name,
+            f"holds {plural(len(names), 'file')}: {', '.join(names[:3])}",
+            f"Unpack it (unzip {shlex.quote(name)} -d FOLDER), give the folder as the input",
         )
     try:
         return cast("io.RawIOBase", archive.open(names[0]))

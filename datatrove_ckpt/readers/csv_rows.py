@@ -25,6 +25,7 @@ from datatrove_ckpt.readers.inputs import (
     ReadRow,
     Row,
     RowBlock,
+    file_error,
     position_mismatch,
     refuse_equal_names,
     refuse_pointer,
@@ -92,9 +93,10 @@ class CSVReader(TextFilesReader, datatrove_csv.CsvReader):  # type: ignore[misc,
                 refuse_pointer(names[0].encode(), name)
                 for delimiter in ",;\t|":
                     if delimiter in names[0]:
-                        raise InputError(
-                            f"The input file {name!r} has {delimiter!r} between its cells: the "
-                            f"first line is {names[0]!r}. Set delimiter: {delimiter!r}."
+                        raise file_error(
+                            name,
+                            f"has {delimiter!r} between its cells: the first line is {names[0]!r}",
+                            f"Set delimiter: {delimiter!r}",
                         )
             digest = xxh3_64("\0".join(names).encode())
             number = 0
@@ -151,7 +153,8 @@ def _rows(lines: Iterable[str], file: str, delimiter: str) -> Iterator[tuple[int
 
 
 def _odd_row(file: str, problem: str, line: int) -> InputError:
-    return InputError(
-        f"The input file {file!r} has {problem} in the row that begins in line {line}. Close each "
-        "quote, double those within a cell, and run the same command again."
+    return file_error(
+        file,
+        f"has {problem} in the row that begins in line {line}",
+        "Close each quote, double those within a cell",
     )

@@ -293,15 +293,13 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         huggingface.HuggingFaceDatasetReader.__init__(**arguments)
         if isinstance(self.dataset_options.get("token"), str):
             raise ConfigError(
-                "dataset_options: a token does not belong there, because it is pickled with the "
-                "executor. Leave it out, and set HF_TOKEN where the tasks run, or log in there "
-                "with `hf auth login`."
+                "dataset_options: a token does not belong there: it would be pickled with the "
+                "executor. Set HF_TOKEN where the tasks run, or log in there (hf auth login)."
             )
         if shuffle_files and streaming and not load_from_disk:
             raise ConfigError(
-                "shuffle_files=True with streaming=True cannot be resumed: the rows in the "
-                "shuffle buffer would be lost. Set streaming=False, which shuffles all rows by a "
-                "fixed seed, or leave shuffle_files out."
+                "shuffle_files=True with streaming=True cannot be resumed: the rows in the shuffle "
+                "buffer would be lost. Set streaming=False, or leave shuffle_files out."
             )
         # The base class expects this of a reader of files.
         self.data_folder = DatasetFiles(dataset)

@@ -30,7 +30,7 @@ from loguru import logger
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from datatrove_ckpt.common.exact_json import loads, loads_all
-from datatrove_ckpt.errors import DocumentNotSerializable, InputError
+from datatrove_ckpt.errors import DocumentNotSerializable
 from datatrove_ckpt.readers.base import TextFilesReader
 from datatrove_ckpt.readers.block_file import BlockFile, FileIndex, Group, changed_error
 from datatrove_ckpt.readers.compressed import DecompressedFile, likely_encoding, naming_damage
@@ -44,6 +44,7 @@ from datatrove_ckpt.readers.inputs import (
     ReadRow,
     Row,
     RowBlock,
+    file_error,
     position_mismatch,
     refuse_pointer,
 )
@@ -172,11 +173,9 @@ def _read_parts(file: IO[bytes], name: str) -> Iterator[bytes]:
         if not part.endswith(b"\n"):
             line_end = read_line(file)
             if len(line_end) >= MAX_LINE_BYTES:
-                raise InputError(
-                    f"A line of the input file {name!r} is longer than {MAX_LINE_BYTES} bytes, so "
-                    "the file is damaged, or no JSONL. Replace it by a complete copy, or move it "
-                    "out of the folder."
-                )
+                problem = f"has a line of more than {MAX_LINE_BYTES} bytes"
+                advice = "Replace it by a complete copy, or move it out of the folder"
+                raise file_error(name, problem, advice)
             part += line_end
         yield part
 

@@ -17,10 +17,10 @@ from datatrove.pipeline.readers.base import BaseDiskReader
 from datatrove_ckpt.common.formatting import install_extra
 from datatrove_ckpt.common.pictures import tiff_pages, with_png_mode
 from datatrove_ckpt.common.retrying import failure_line
-from datatrove_ckpt.errors import ConfigError, InputError
+from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.readers.base import SeekingReader, TextFilesReader
 from datatrove_ckpt.readers.empty_input import MAX_LINE_BYTES
-from datatrove_ckpt.readers.inputs import FilePosition, Row, RowBlock
+from datatrove_ckpt.readers.inputs import FilePosition, Row, RowBlock, file_error
 
 _PDF = b"%PDF-"
 _PDF_BEGINS = 1024
@@ -51,10 +51,8 @@ class TextReader(TextFilesReader, BaseDiskReader):  # type: ignore[misc, unused-
         with self.open(name) as file:
             data = file.read(MAX_LINE_BYTES + 1)
             if len(data) > MAX_LINE_BYTES:
-                raise InputError(
-                    f"The input file {name!r} is longer than {MAX_LINE_BYTES} bytes. Split it, or "
-                    "move it out of the folder, and run the same command again."
-                )
+                problem = f"is longer than {MAX_LINE_BYTES} bytes"
+                raise file_error(name, problem, "Split it, or move it out of the folder")
             text = data.decode("utf-8-sig")
         row = None
         if text:
@@ -166,10 +164,10 @@ def _drawing(place: str) -> Iterator[None]:
             advice = install_extra(str(error.name), "media")
             raise ConfigError(f"The input file {place!r} has pages, and {advice}") from None
         except Exception as error:
-            raise InputError(
-                f"The input file {place!r} is damaged, or has a password or no page: "
-                f"{failure_line(error)}. Repair it, or move it out of the folder, and run the same "
-                "command again."
+            raise file_error(
+                place,
+                f"is damaged, or has a password or no page: {failure_line(error)}",
+                "Repair it, or move it out of the folder",
             ) from None
 
 

@@ -278,8 +278,7 @@ async def parts_of(document: Document, settings: MediaSettings) -> AsyncIterator
     if files and settings.media_folder is None:
         raise ConfigError(
             f"media_folder: document {document.id!r} names a file, {files[0].path!r}. Set "
-            "media_folder to the folder below which files that documents name may be read and "
-            "sent."
+            "media_folder to the folder of the files that may be sent."
         )
     in_thread = (
         bool(files)

@@ -152,8 +152,8 @@ def _compare_markers(runner: RunnerPlan, folder: Path, skipped: list[int]) -> di
         if not (step.accept_changes and may_mix):
             if len(marked) == len(ranks):
                 advice = (
-                    "All tasks are finished, so the new settings would change no output any more. "
-                    "For dead letters alone, retry_dead_letters takes the new settings. "
+                    "All tasks are finished, so the new settings would change no output; with "
+                    "retry_dead_letters they apply to the dead letters. "
                 )
             shown = ""
             if may_mix and (plan.is_local or plan.for_doctor):
@@ -172,11 +172,9 @@ def _compare_markers(runner: RunnerPlan, folder: Path, skipped: list[int]) -> di
             holds = f"neither {folder} nor {mirror} holds a"
         raise CheckpointMismatch(
             f"{markers} marks {name_tasks(missing)} as complete, but {holds} checkpoint that shows "
-            "it, so nothing shows that the documents are in the output. If the checkpoints were "
-            "moved or deleted, bring them back; if they are on another machine, run this command "
-            "there. If the markers are of another run, choose another folder for the logs. To "
-            "process these tasks from the start, delete their markers "
-            f"({markers}/{missing[0]:05d} ...) and output files."
+            "it. Bring the checkpoints back, run this on the machine that has them, or choose "
+            "another folder for the logs. To process these tasks from the start, delete their "
+            f"markers ({markers}/{missing[0]:05d} ...) and output files."
         )
     wrong = {}
     for rank in skipped:
@@ -260,9 +258,8 @@ def _check_steps(pipeline: Sequence[object], records: dict[int, ShardRecord]) ->
         lines = "\n  ".join(changed[ranks[0]])
         raise CheckpointMismatch(
             f"The steps before InferenceRunner are not those through which {name_tasks(ranks)} "
-            f"read the input:\n  {lines}\nA finished task is not run again, so its output would "
-            "stay that of the old steps. Put the steps back, or process the new input as another "
-            "run.",
+            f"read the input:\n  {lines}\nThe output of finished tasks is of the old steps. Put "
+            "the steps back, or process the new input as another run.",
             starts_over="with old results",
         )
 
@@ -332,8 +329,8 @@ def _check_reader(
         raise CheckpointMismatch(
             f"The input in {reader.data_folder.path} is not what {name_tasks(ranks)} read:\n"
             + "\n".join(lines or ["  the files are dealt out to the tasks in another order"])
-            + "\nA finished task is not run again, so its output would stay that of the old input. "
-            "Put the input back, or process the new one as another run.",
+            + "\nThe output of finished tasks is of the old input. Put the input back, or process "
+            "the new one as another run.",
             starts_over="with old results",
         )
     # Samples do not show an edit in the middle of a long file that keeps its size.
@@ -344,9 +341,8 @@ def _check_reader(
     )
     if touched:
         logger.warning(
-            f"{plural(touched, 'input file')} of finished tasks in {reader.data_folder.path}: the "
-            "time of the last change is another, size and samples of the content are the same. "
-            "They are taken as unchanged."
+            f"{plural(touched, 'input file')} of finished tasks in {reader.data_folder.path}: only "
+            "the time of the last change differs, so they count as unchanged."
         )
 
 

@@ -66,8 +66,7 @@ def _doctor_earlier_runs(plan: RunPlan, with_output: bool) -> Iterator[Finding]:
         if names:
             text = (
                 f"another node has continued {plural(len(names), 'task')} of this node. A run "
-                f"restores from {mirror} first, and then compares the output, which is not "
-                "compared here: leave its files as they are."
+                f"restores from {mirror} first, so the output is not compared here."
             )
             yield Finding("warning", "folder", text, "checkpoints")
             return
@@ -225,7 +224,7 @@ def check_after_run(plan: RunPlan) -> dict[Path, JobTotals]:
             raise CheckpointCorrupt(
                 f"The commits in {root} contradict each other: {counts.read} documents read, "
                 f"{counts.written} written, {counts.dropped} dropped, {counts.dead} dead letters. "
-                f"Do not use the output before you have run: datatrove-ckpt verify {root} --full"
+                f"Check the output: datatrove-ckpt verify {root} --full"
             )
         if not counts.read and (job.numbers.skipped or _has_read_all(runner, job)):
             raise InputError(

@@ -192,9 +192,8 @@ class RepairPlan:
             if redo.original is None:
                 yield (
                     f"{rank.place}: rebuild {rank.commits_file} from the "
-                    f"{plural(len(redo.commits_to_keep), 'commit')} that can be "
-                    "proved; all other chunks are processed again, and their requests are paid "
-                    "again"
+                    f"{plural(len(redo.commits_to_keep), 'commit')} that can be proved; all other "
+                    "chunks are processed, and paid for, again"
                 )
             for commit in redo.commits:
                 action = (
@@ -239,8 +238,8 @@ def make_plan(report: VerifyReport, logging_dir: str | None) -> RepairPlan:
             continue
         plan.unrepaired += [
             f"{describe_chunk(*rank.key, index)}: cannot be redone: it was made before the input "
-            "grew or records_per_chunk changed, and would not end where the next chunk starts. "
-            f"Start this task over: remove {rank.folder} and its output."
+            f"grew or records_per_chunk changed. Start this task over: remove {rank.folder} and "
+            "its output."
             for index in redo.not_redoable
         ]
         if redo.original is None or redo.commits:
@@ -330,9 +329,8 @@ def check_output_folder(report: VerifyReport) -> None:
     ):
         raise ConfigError(
             f"--output {report.output}: the output of {report.checkpoints} was in {recorded} at "
-            "the last start, and that folder still exists. Nothing was changed. Leave --output "
-            f"out to repair the files there. If they were all moved to {report.output}, first "
-            f"remove or rename {recorded}."
+            "the last start, which still exists. Nothing was changed. Leave --output out to repair "
+            f"the files there, or remove {recorded} if all were moved."
         )
 
 

@@ -120,9 +120,8 @@ def open_location(
             if config is not None:
                 raise _not_begun(location, f"{location.what}, its mirror")
             raise ConfigError(
-                f"{url} contains no mirror of a checkpoint: there is no folder like 00000 with a "
-                f"version in it, and none in {below}. Give the URL that checkpoints_remote_dir "
-                "names, or a run_folder."
+                f"{url} contains no mirror of a checkpoint, and neither does {below}. Give the URL "
+                "that checkpoints_remote_dir names, or a run_folder."
             )
         if mirror != url:
             location.output = f"{root}/output"
@@ -279,8 +278,8 @@ def _not_begun(location: RunLocation, expected: object) -> ConfigError:
     if location.output and any(Path(location.output).glob("*")):
         return ConfigError(
             f"{argument}: {location.output} holds files, but no task has a checkpoint in "
-            f"{expected}. Move the checkpoints back; or, with checkpoints_remote_dir, run the same "
-            "command again, which restores them; or start a new run in other folders."
+            f"{expected}. Move the checkpoints back, run the same command again if there is a "
+            "mirror, or start a new run in other folders."
         )
     hint = "A submitted job may wait in its queue."
     if _runs_as_jobs(location.config):

@@ -161,11 +161,9 @@ class RunPlan:
             if lines:
                 raise CheckpointMismatch(
                     "The worker processes have other code or values than the process that started "
-                    f"them:\n{lines}"
-                    "They import the script and its modules anew. So what is set under `if "
-                    "__name__ == '__main__':`, or changed after an import, is not there. Pass it "
-                    "to the rollout in a functools.partial or as shared_context, or set "
-                    "start_method='fork'."
+                    f"them:\n{lines}They import the script anew: what is set under `if __name__ == "
+                    "'__main__':`, or changed after an import, is not there. Pass it in a "
+                    "functools.partial or as shared_context, or set start_method='fork'."
                 )
 
     def check_executor(self) -> None:
@@ -287,9 +285,8 @@ def _check_order(pipeline: Sequence[object]) -> None:
             continue
         if before.until is not None:
             raise ConfigError(
-                f"{step_place(index, before)}: until: ends the task, so that no step "
-                "after it would run. Put those into a second executor, which has the first as its "
-                "`depends`."
+                f"{step_place(index, before)}: until: no step after it would run. Put those into a "
+                "second executor, which has the first as its `depends`."
             )
         first = next(iter(signature(step.run).parameters.values()), None)
         if (
@@ -299,10 +296,10 @@ def _check_order(pipeline: Sequence[object]) -> None:
         ):
             raise ConfigError(
                 f"pipeline[{index + 1}] {type(step).__name__} would get no documents: "
-                f"pipeline[{index}] {type(before).__name__} passes none on, it writes them with "
-                "its output_writer. Put this step into a second executor, whose first step reads "
-                "that output, and which has the first executor as its `depends`. (If it is a step "
-                "of yours that needs no documents, give `data` in its run() a default.)"
+                f"pipeline[{index}] {type(before).__name__} passes none on. Put this step into a "
+                "second executor, whose first step reads the output, and which has the first "
+                "executor as its `depends`. (If the step needs no documents, give `data` in its "
+                "run() a default.)"
             )
 
 
@@ -340,7 +337,7 @@ def note_workers(workers: int, tasks: int) -> None:
     if workers > tasks:
         logger.info(
             f"workers is {workers}, but there is work for {tasks}: one worker runs each task. For "
-            f"more, start a new run with tasks: {workers}, and at least as many input files."
+            "more, start a new run with more tasks and input files."
         )
 
 

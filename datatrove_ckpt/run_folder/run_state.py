@@ -726,7 +726,7 @@ def check_idle(location: RunLocation, ranks: list[RankSummary]) -> None:
     for rank in ranks:
         if rank.key in running:
             raise CheckpointLocked(
-                f"{rank.place}: {running[rank.key]} works on this task, or was killed less than 20 "
-                f"minutes ago, as its mirror {location.what} shows. Wait for it to end, or stop "
-                "it, and run the same command again."
+                f"{rank.place}: {running[rank.key]} works on this task, or did so in the last 20 "
+                f"minutes, as its mirror {location.what} shows. Wait for it to end, or stop it, "
+                "and run the same command again."
             )

@@ -318,8 +318,8 @@ def _check_recorded(report: VerifyReport) -> Iterator[Problem]:
             read_recorded(path)
         except (OSError, ValueError) as error:
             message = (
-                f"{path} holds no recorded document ({error}), as after a power loss. The replay "
-                "check ignores it; the output is not affected. Remove it."
+                f"{path} holds no recorded document ({error}), as after a power loss. Remove it; "
+                "the output is not affected."
             )
             yield Problem("corrupt", message, path=str(path))
 
@@ -358,9 +358,9 @@ def _check_ranks(report: VerifyReport) -> Iterator[Problem]:
     for rank in removed:
         folder = str(layout.rank_folder(report.checkpoints, rank))
         message = (
-            f"{folder} is missing: its checkpoint was removed. Bring it back. If it is gone for "
-            "good, have its documents processed, and paid, again: move the output files of task "
-            f"{rank} elsewhere, delete completions/{rank:05d} in logging_dir, then run."
+            f"{folder} is missing: its checkpoint was removed. Bring it back; or, to pay for its "
+            f"documents again, move the output files of task {rank} elsewhere, delete "
+            f"completions/{rank:05d} in logging_dir, then run."
         )
         yield Problem("rank", message, rank=rank, path=folder)
     for rank in sorted(ranks):
@@ -429,9 +429,8 @@ def check_output(report: VerifyReport) -> Iterator[Problem]:
         is_named = report.location.named_output is not None
         if not (is_there or is_named or report.folder.exists("")):
             raise errors.OutputFailed(
-                f"the output folder {report.output} does not exist. If it was moved, give its "
-                "location with --output; if it is lost, give the same folder with --output, and "
-                "all its files count as missing."
+                f"the output folder {report.output} does not exist. Give its location with "
+                "--output; if it is lost, the same folder, whose files then count as missing."
             )
     except (errors.OutputMismatch, errors.OutputFailed) as refusal:
         kind = "owner" if isinstance(refusal, errors.OutputMismatch) else "output"
@@ -551,8 +550,8 @@ def _check_uncommitted(report: VerifyReport, paths: Iterable[str]) -> Iterator[P
     for path in paths:
         if path.startswith(f"{STAGING}/"):
             message = (
-                f"{path}: a process on its way to publish has left it, unless a task works just "
-                "now. Remove it, since readers of the folder may take it for output."
+                f"{path}: a process has left it before it was published. Remove it, unless a task "
+                "works just now."
             )
             yield Problem("foreign", message, path=path)
             continue
@@ -561,10 +560,7 @@ def _check_uncommitted(report: VerifyReport, paths: Iterable[str]) -> Iterator[P
         if not matches:
             if report.hub is not None:
                 continue  # a repository holds a card, and other jobs' files
-            advice = (
-                "No file of this run has such a name. Move it out of the output folder, or delete "
-                "it if nothing else needs it."
-            )
+            advice = "No file of this run has such a name. Move it out of the output folder."
         for match in matches:
             key, chunk_index = rank_and_chunk(match)
             rank = ranks.get(key)
@@ -585,10 +581,9 @@ def _check_uncommitted(report: VerifyReport, paths: Iterable[str]) -> Iterator[P
                 published = published_by(key.rank)
                 if published is not None and path not in published:
                     advice = (
-                        "Another run has written it, or another node that has continued the task: "
-                        "if the run has a mirror, verify that, and keep the file until then. Else "
-                        "choose another output folder, bring the lost checkpoint back, or move the "
-                        "file out of the folder."
+                        "Another run or node has written it. If the run has a mirror, verify that; "
+                        "else choose another output folder, bring the lost checkpoint back, or "
+                        "move the file away."
                     )
                 elif (*key, chunk_index) not in committed:
                     message = f"{path} is published but not committed yet."
@@ -626,7 +621,7 @@ def check_columns(report: VerifyReport) -> Iterator[Problem]:
         for mismatch in schema_mismatches(expected, schema):
             message = (
                 f"{path} does not load after {first}, or as text: column {mismatch.column!r} is "
-                f"{mismatch.later} there, and {mismatch.first} in the first file, whose types "
-                "loaders take. Give the loader a schema, or start over with one for ParquetWriter."
+                f"{mismatch.later} there, and {mismatch.first} in the first file. Give the loader "
+                "a schema, or start over with one for ParquetWriter."
             )
             yield Problem("columns", message, *chunk.rank.key, chunk.index, path)

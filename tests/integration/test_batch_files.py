@@ -146,7 +146,10 @@ REFUSED = [
     (request("1", url="/v1/chat"), "line 2: its url is '/v1/chat', and not one of /v1/chat/"),
     (request("1", method="GET"), "line 2: its method is 'GET'"),
     (request("1", stream=True), "line 2: its body requests a stream"),
-    (request("1", extra_body={"top_k": 3}), "line 2: its body has extra_body, which is no part"),
+    (
+        request("1", extra_body={"top_k": 3}),
+        "line 2: its body has extra_body, which is for OpenAI's client",
+    ),
     (request("1", extra_headers={}), "line 2: its body has extra_headers"),
     ({**request("1"), "body": "text"}, "line 2: its body is no object with keys"),
     (request("1", seed=-(2**63) - 1), "line 2: its body cannot be sent as it is written: Integer"),

@@ -76,7 +76,7 @@ ROW = b'{"id": "1", "text": "a"}'
             r"`a.jsonl`, line 1: an object must be on one line \(jq -c \. FILE .* in '{'",
         ),
         (ROW.decode().encode("utf-16"), "`a.jsonl`, line 1: .* not valid UTF-8"),
-        (b"id,text\n1,a\n", "`a.jsonl`, line 1: .* in 'id,text'.* the reader of its format"),
+        (b"id,text\n1,a\n", "`a.jsonl`, line 1: .* in 'id,text'. Correct or remove it"),
     ],
 )
 def test_what_is_no_json_lines_is_refused(tmp_path, server, content, message):

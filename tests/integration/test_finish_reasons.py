@@ -51,7 +51,7 @@ def test_a_finish_reason_after_answers_that_were_believed_stops_this_attempt_and
                 ServerRefused, match="accept_null_finish_reason is for servers that never"
             ) as caught:
                 run_job(tmp_path, server, 4, config=ACCEPTS)
-            assert f"This attempt has taken {taken} of them as complete" in str(caught.value)
+            assert f"this attempt has taken {taken} of them as complete" in str(caught.value)
             server.plan["text 2"] = nulls[:]  # what the server gives from now on changes nothing
 
 

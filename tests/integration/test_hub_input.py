@@ -87,7 +87,7 @@ def test_another_revision_is_refused(hub):
         (
             404,
             "RevisionNotFound",
-            r"has no commit [0-9a-f]{40} any more.*A run keeps to the commit",
+            r"has no commit [0-9a-f]{40} any more, with which this run began",
         ),
     ],
 )

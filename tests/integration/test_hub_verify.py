@@ -117,6 +117,6 @@ def test_a_repository_that_vanished_is_not_made_anew(cli, hub, server, monkeypat
         assert "Restore or make the repository" in said
     else:
         assert "there is no dataset repository org/data, or this token may not see it" in said
-        assert "If the run has written there, restore it" in said
+        assert "restore it, if the run has written there" in said
     assert not hub.repos
     assert len(server.payloads) == asked

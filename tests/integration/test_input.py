@@ -271,11 +271,11 @@ def test_an_edit_that_samples_do_not_show_is_said_by_the_time_of_the_last_change
     half = "word " * 20_000
     long.write_text(lines(f"{half}old {half}"))
     job()
-    assert "They are taken as unchanged" not in job().err
+    assert "so they count as unchanged" not in job().err
     rewrite(long, "old", "new")
     said = job().err
     assert "1 input file of finished tasks in " in said
-    assert "They are taken as unchanged" in said
+    assert "so they count as unchanged" in said
 
 
 def test_other_default_metadata_is_refused_for_finished_ranks(job, tmp_path):

@@ -497,7 +497,7 @@ def test_the_short_form_and_datatroves_own_executor(
     Path("theirs.yaml").write_text(yaml.safe_dump(content))
     command("run", "theirs.yaml", code=None)
     assert started[1]["script"] == "launch_pickled_pipeline.py"
-    assert len(log.said("datatrove's JobsPipelineExecutor: its jobs have this package")) == 1
+    assert len(log.said("datatrove's JobsPipelineExecutor: its jobs resume only with")) == 1
 
 
 @pytest.mark.parametrize(

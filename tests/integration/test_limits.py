@@ -259,7 +259,7 @@ def test_until_with_steps_after_it_is_refused(run):
     with Path("job.yaml").open("a") as file:
         file.write(more)
     said = run(flag("until", 5), code=2)
-    assert "pipeline[1] InferenceRunner: until: ends the task" in said.err
+    assert "pipeline[1] InferenceRunner: until: no step after it would run" in said.err
 
 
 def test_until_does_not_end_a_sample(run):

@@ -83,7 +83,7 @@ def test_a_file_that_is_missing_at_the_new_place_refuses_every_task_before_it_as
             run(new, server.url, 1)
         said = f"{new}/output lacks output files that were committed, such as {lost.name} (task 0, chunk "
         assert str(refused.value).startswith(said)
-        assert f"They were written to {tmp_path}/old/output, and that folder still exists" in str(
+        assert f"They were written to {tmp_path}/old/output, which still exists" in str(
             refused.value
         )
     assert kept(new) == before

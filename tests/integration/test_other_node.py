@@ -164,7 +164,7 @@ def test_a_mirror_that_cannot_be_read_costs_no_file_that_another_node_has_writte
         error = cluster("a", "run", code=1).error
     assert "mirror could not be read, keep them until it can be" in error
     said = command("verify", cluster.disk("a"), code=1)
-    assert "if the run has a mirror, verify that, and keep the file" in said
+    assert "If the run has a mirror, verify that" in said
     assert "delete" not in said
     assert (cluster.markers(), cluster.files()) == (ALL, before)
     cluster("a", "run")

@@ -393,7 +393,7 @@ def test_a_batch_that_is_forgotten_is_sent_again_once_the_user_gives_it_up(
         assert "network" not in said
     assert len(provider.batches) == 1
     said = command("batches", "cancel", str(here / "job" / "checkpoints"))
-    assert "forgotten batch_2. It is given up" in said
+    assert "forgotten batch_2. The next run sends its requests" in said
     assert "No batch is open" in command("batches", "list", "job")
     provider.steps = 0
     command(*batches)
@@ -434,7 +434,7 @@ def test_a_forgotten_batch_of_a_mirror_is_given_up_there(tmp_path, command, late
             step.run(documents(3))
         provider.forgotten |= provider.batches.keys()
         later(61)
-    assert "It is given up" in command("batches", "cancel", str(tmp_path / "mirror"))
+    assert "The provider has forgotten" in command("batches", "cancel", str(tmp_path / "mirror"))
     provider.steps = 0
     step.run(documents(3))
     assert_paid(tmp_path / "2", provider, times=2)
@@ -680,7 +680,7 @@ async def unrepeatable(document, generate):
 
 def test_a_rollout_that_is_not_repeatable_fails_after_its_first_pass(tmp_path, provider):
     for _ in range(2):
-        with pytest.raises(ConfigError, match="each pass would be paid for"):
+        with pytest.raises(ConfigError, match="sent other requests than in its last pass"):
             run(tmp_path, provider, rollout=unrepeatable, config=BATCHES)
     assert len(provider.billed) == 3
     letter = {"on_document_error": "dead_letter"}

@@ -259,7 +259,7 @@ def test_an_order_that_breaks_behind_a_saved_position_stops_the_rank(folder, ser
     write_rows(folder / "input/3.jsonl", rows)
     # Each takes two of the 1,024 files that a user may usually open.
     few = {"max_concurrent_generations": 50}
-    with pytest.raises(ConfigError, match="a position that was saved is wrong"):
+    with pytest.raises(ConfigError, match="a saved position is wrong"):
         runner(folder, server, records_per_chunk=4, seek=True, config=few).run(
             read(folder, step=last_first_again)
         )

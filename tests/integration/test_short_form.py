@@ -687,7 +687,7 @@ def test_a_parquet_column_of_two_types_is_refused_and_the_advice_keeps_the_answe
         words = ["run", "job.yaml", f"--run-folder=runs/{size}", f"--records-per-chunk={size}"]
         said = command(*words, "--output-format=parquet", code=1).error
         assert "document 'id 1' (number 1 of this task): column 'n' is string there" in said
-        assert "output_format: jsonl, which accepts values of any types" in said
+        assert "or continue with output_format: jsonl" in said
         command(*words, "--output-format=jsonl", "--accept-changes=true")
         output = OutputPath(f"runs/{size}/output")
         assert [document.metadata["n"] for document in output] == [1, "one"]

@@ -212,7 +212,7 @@ def test_a_reader_that_gives_no_document_is_named_with_its_place(
     tmp_path, server, log, monkeypatch
 ):
     monkeypatch.setattr("datatrove_ckpt.generation.progress.MINUTE_SECONDS", 0.3)
-    warning = "no document has come, and no request is out: the reader stands, in tests/"
+    warning = "no document has come: the reader stands, in tests/"
 
     def pages():
         yield Document(text="a", id="1")

@@ -253,7 +253,7 @@ async def test_a_server_that_does_not_show_its_cache_gets_one_warning_with_its_v
     monkeypatch.setattr(host, "get", get)
     await host.count_ranks(HiddenUrl("http://127.0.0.1:1"), None, None)
     (said,) = log
-    assert "vLLM 0.10 and newer" in said
+    assert "does not show how full its KV cache is" in said
     assert '{"version":"0.6.3"}' in said
 
 

@@ -315,7 +315,7 @@ def test_a_run_of_another_user_is_told_with_what_to_do(what, tmp_path, capsys, m
     assert main([*what, str(tmp_path)]) == 1
     said = capsys.readouterr().err
     assert f"Could not use {tmp_path}/00000/" in said
-    assert "Permission denied. Checkpoints are private, because they hold documents" in said
+    assert "Permission denied. Run this command as the user who made the checkpoints" in said
 
 
 def test_what_an_ascii_terminal_cannot_show_is_escaped():

@@ -167,7 +167,7 @@ def test_a_line_that_does_not_end_is_an_error_that_names_the_file(tmp_path, monk
     name = f"a.jsonl.{suffix}".rstrip(".")
     (tmp_path / name).write_bytes(COMPRESS.get(suffix, bytes)(bytes(2**22)))
     with pytest.raises(
-        InputError, match=f"A line of the input file '{name}' is longer than {2**21} bytes"
+        InputError, match=f"The input file '{name}' has a line of more than {2**21} bytes"
     ):
         texts(JsonlReader(str(tmp_path)))
 

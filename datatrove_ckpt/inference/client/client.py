@@ -293,10 +293,7 @@ _MOST_UNDECIDED = 8  # rejected requests that let others start before a probe
 _LOOK_SECONDS = 0.05
 _LIST_SECONDS = 10.0
 
-_HINT = (
-    "If this server never gives one, and its answers are complete, set accept_null_finish_reason "
-    "to true; otherwise see why it cuts answers off"
-)
+_HINT = "If its answers are complete, set accept_null_finish_reason to true"
 
 
 def hang_after(longest: float) -> float:
@@ -370,8 +367,7 @@ class Outage:
                     "WARNING",
                     f"{name} has not answered for {self.hangs:.0f} s, and its requests took "
                     f"{self._longest:.0f} s at most. They wait for {timeout:g} s each "
-                    "(request_timeout), because they may be paid for. If it hangs, stop the run, "
-                    "and run the same command again, perhaps with a shorter request_timeout.",
+                    "(request_timeout). If it hangs, stop the run, and run the same command again.",
                 )
 
     def begin(self, unreachable: bool, since: float) -> None:
@@ -393,7 +389,7 @@ class Outage:
                 f"No request was answered for {waited:.0f} s "
                 f"(server_patience_seconds={self.patience:g}). The last failure: {failure}.",
                 " Check the server and the network, and run the same command again: finished work "
-                "is saved, and no document is blamed for its server.",
+                "is saved.",
             )
         self.show(str(failure))
 
@@ -405,12 +401,11 @@ class Outage:
         state = "is unreachable" if self.unreachable else "gives no answers"
         first = ""
         if self.unreachable and not self.answers:
-            first = " Nothing has answered there yet: is the address right, and the server started?"
+            first = " Nothing has answered there yet: is the address right?"
         self._log(
             "WARNING",
             f"The server {state} ({cut(cause, 300)}); waiting, {self.seconds:.0f} s of "
-            f"{self.patience:g} s (server_patience_seconds). Then the task stops; finished work is "
-            f"saved.{first}",
+            f"{self.patience:g} s (server_patience_seconds), then the task stops.{first}",
         )
 
     def _log(self, level: str, line: str) -> None:
@@ -918,17 +913,17 @@ class CompletionClient:
                     if waited >= _SAY_AFTER and not is_shown:
                         is_shown = True
                         logger.info(
-                            f"{rejection}: an answer to another request, or a probe within "
-                            f"{PROBE_INTERVAL:.0f} s, shows whether the document is at fault."
+                            f"{rejection}: another answer, or a probe within {PROBE_INTERVAL:.0f} "
+                            "s, shows whether the document is at fault."
                         )
                     patience = self.outage.patience
                     if any(attempt.started_at > rejected_at for attempt in target.attempts):
                         patience = max(patience, self.servers.timeout)
                     if waited >= patience:
                         raise RequestFailed(
-                            f"The server rejected this request, and in {waited:.0f} s it neither "
-                            f"answered nor refused another (server_patience_seconds="
-                            f"{self.outage.patience:g}): {rejection}"
+                            "The server rejected this request, and answered no other in "
+                            f"{waited:.0f} s (server_patience_seconds={self.outage.patience:g}): "
+                            f"{rejection}"
                         )
                     has_time = waited < _ANSWERS_WITHIN and (
                         self.sender.undecided < _MOST_UNDECIDED
@@ -974,8 +969,8 @@ class CompletionClient:
                 f"fault: {error.message.rstrip('.')}."
             )
             answered.refusal.advice = (
-                " Check the key, the model's name and the settings of the request, and run the "
-                "same command again."
+                " Check the key, the model and the request's settings, and run the same command "
+                "again."
             )
             answered.refusal.status = error.status
             answered.refusal.body = error.body
@@ -1139,10 +1134,7 @@ class CompletionClient:
                 # A rejection quotes its document, and would be logged for each.
                 status = getattr(error, "status", 0)
                 reason = f"HTTP {status}" if status else str(error)
-                warn_once(
-                    f"{target.url} cannot continue an answer, which is requested as a whole: "
-                    f"{reason}"
-                )
+                warn_once(f"{target.url} cannot continue an answer: {reason}")
         return await post(transport, body, self._config.model_name_or_path)
 
     async def _continue(
@@ -1195,8 +1187,8 @@ class CompletionClient:
             if failure.server_is_limited and self._config.endpoints and target.limits is None:
                 advice = " If it limits requests, give the limits in endpoints."
             logger.warning(
-                f"{target.url} has failed for {lasts:.0f} s ({failure}). It gets a request now and "
-                f"then, and the other servers the rest.{advice}"
+                f"{target.url} has failed for {lasts:.0f} s ({failure}). It gets few requests from "
+                f"now on.{advice}"
             )
 
     def _check_reason(self, answer: Completion, target: Target) -> None:

@@ -612,26 +612,24 @@ class Transport:
         if self.unread >= 3 and lasts >= seconds:
             self._refusal = (
                 f"{self.url} has sent {self.unread} answers in a row, for {lasts:.0f} s, in a form "
-                "that cannot be used, and no other answer, so nothing more is sent. If something "
-                "else answers there, such as a login page or a proxy, correct the endpoint's URL "
-                f"or the proxy, and run the same command again. The last cause: {cause}"
+                "that cannot be used. If a login page or a proxy answers there, correct the "
+                "endpoint's URL or the proxy, and run the same command again. The last cause: "
+                f"{cause}"
             )
         self.check()
 
     def report_unexpected_bytes(self, description: str) -> None:
         if not self.unasked:
             logger.warning(
-                f"{self.url} has sent {description}. The last answer on that "
-                "connection is dropped and requested again, unless a document has it already. "
-                "From now on, each request to this server has a connection of its own."
+                f"{self.url} has sent {description}. The last answer on that connection is "
+                "requested again, and each request to this server gets a connection of its own."
             )
         self.unasked += 1
         if self.unasked >= 3:
             self._refusal = (
-                f"{self.url} has sent an answer without a request {self.unasked} times. So it, or "
-                "a gateway before it, sends answers late, and a late answer may be taken for that "
-                "to the next request. Let the requests bypass the gateway (another URL of the "
-                "endpoint), or raise its timeout, and run the same command again."
+                f"{self.url} has sent an answer without a request {self.unasked} times: it, or a "
+                "gateway, sends answers late, which may be taken for answers to other requests. "
+                "Use a URL past the gateway, or raise its timeout, and run the same command again."
             )
 
     def _refuse_late(self, connection: _Connection, request: AnyBody, answer: bytes) -> None:

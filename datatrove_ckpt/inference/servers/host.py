@@ -220,10 +220,9 @@ async def count_ranks(url: HiddenUrl, api_key: Secret | None, probe: HealthProbe
         with suppress(ExchangeFailed):
             version = await _get_text(target, "/version", _METRICS_TIMEOUT)
         logger.warning(
-            f"{url} does not show at /metrics how full its KV cache is, as vLLM 0.10 and newer "
-            f"does (its /version: {as_line(cut(version, 80)) or 'none'}). So "
-            "max_concurrent_generations: auto may send more than the cache holds. Update vLLM, or "
-            "set a number; of a router's servers, list their own URLs."
+            f"{url} does not show how full its KV cache is (its /version: "
+            f"{as_line(cut(version, 80)) or 'none'}), so max_concurrent_generations: auto may send "
+            "more than it holds. Update vLLM, set a number, or list the URLs of a router's servers."
         )
     ranks = {*_VLLM_RANK.findall(page)}
     # One node of several may have other ranks alone, which its header does not take.
@@ -447,8 +446,8 @@ async def ready_endpoints(
             if causes:
                 logger.warning(
                     f"{config.log_prefix}{len(causes)} of {len(answers)} endpoints do not answer: "
-                    f"{'; '.join(causes)}. Endpoints that refuse get no requests, nor do endpoints "
-                    "whose path has no version: their API may be there or below /v1."
+                    f"{'; '.join(causes)}. Those that refuse, or whose path has no version, get no "
+                    "requests."
                 )
             outage.patience = config.server_patience_seconds
             return [endpoint._replace(url=answer.api) for endpoint, answer in probes if answer.api]
@@ -463,9 +462,8 @@ async def ready_endpoints(
         if delay > outage.remaining():
             each = "".join(f"  {cause}\n" for cause in causes)
             raise ServerStartFailed(
-                f"No endpoint was ready within {outage.patience:g} s:\n{each}Check that the "
-                "server runs, that this machine can reach it, and its URL. If an endpoint "
-                f"answers 429, it limits requests: start later.{advice}"
+                f"No endpoint was ready within {outage.patience:g} s:\n{each}Check its URL, that "
+                f"it runs, and that this machine can reach it; after a 429, start later.{advice}"
             )
         outage.show(causes[0])
         await asyncio.sleep(delay)

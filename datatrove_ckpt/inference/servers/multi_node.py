@@ -123,8 +123,8 @@ async def _is_start(reader: asyncio.StreamReader) -> bool:
 async def _report_death(server: InferenceServer) -> None:
     code = await server.watch()
     logger.warning(
-        f"{await server.report(f'died with exit code {code}', code)}\nThe head node notices by its "
-        "own part of the engine, and restarts it on all nodes."
+        f"{await server.report(f'died with exit code {code}', code)}\nThe head node restarts it on "
+        "all nodes."
     )
 
 

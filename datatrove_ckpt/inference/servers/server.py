@@ -196,9 +196,8 @@ _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _COMMON = (
     (
         KnownFailure(
-            "The server does not know a flag or its value. Check model_kwargs against its "
-            "--help. To leave out a flag of ours that an old version lacks, set model_kwargs "
-            "{flag: null}.",
+            "The server does not know a flag or its value. Check model_kwargs against its --help; "
+            "{flag: null} leaves a flag of ours out.",
             True,
         ),
         r"unrecognized arguments|invalid choice:|ambiguous option|expected (?:one|at least one) "

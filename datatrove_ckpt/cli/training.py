@@ -94,9 +94,9 @@ def _find(state: TrainingState) -> Iterator[tuple[str, str, str]]:
         yield "warning", step.folder, step.damage
     restored = state.restored
     if restored is None:
-        yield "problem", "restore", "No step is whole, so a restore fails."
+        yield "problem", "restore", _restore(state)
         return
-    yield "ok", "restore", f"A restore takes step {restored.step}."
+    yield "ok", "restore", _restore(state)
     free = f"{byte_size(state.free_bytes)} are free"
     if state.free_bytes < restored.bytes:
         yield "problem", "disk", f"{free}, and a step needs {byte_size(restored.bytes)}. Make room."

@@ -510,7 +510,7 @@ class InputFiles:
         if name not in self._infos:
             self._infos[name] = info = self._remote(self.folder.info, name)
             if info.get("type") == "other":
-                problem = f"in {self.folder.path} cannot be read twice, as a FIFO or a device"
+                problem = f"in {self.folder.path} is a FIFO, a socket or a device"
                 raise file_error(name, problem, "Write its content into a file")
         return self._infos[name]
 

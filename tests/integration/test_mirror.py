@@ -332,7 +332,7 @@ def test_when_no_version_is_complete_the_run_is_refused_with_one_clear_message(
         job.run(server)
     assert not server.asked
     assert str(refused.value).count("its manifest is damaged") == 3
-    assert f"remove {job.remote}/00000 and the task's output files." in str(refused.value)
+    assert f"remove {job.remote}/00000 and the task's output files, to" in str(refused.value)
     assert not job.rank.exists()
     for manifest in manifests(job):
         manifest.unlink()

@@ -629,7 +629,7 @@ def test_answers_in_an_unknown_form_are_paid_for_twice_at_most(tmp_path, provide
 @pytest.mark.parametrize(
     "errors, cause",
     [
-        (None, "as a whole: it names no cause"),
+        (None, "refused batch batch_2: it names no cause"),
         ("no credit", "as a whole: no credit"),
         ([["no", 1]], r"\['no', 1\]"),
         ({"data": [{"code": 7, "message": "no credit"}]}, "'message': 'no credit'"),

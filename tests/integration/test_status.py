@@ -113,9 +113,7 @@ def test_a_run_of_a_yaml_file_is_resumed_by_the_whole_command(here, said):
     Path("job.yaml").write_text(job_yaml(ENDPOINT))
     given = ("job.yaml", "--pipeline.1.checkpoints_local_dir=ck")
     assert (
-        said(*given)
-        .splitlines()[-1]
-        .endswith(f"the next task: datatrove-ckpt run {' '.join(given)}")
+        said(*given).splitlines()[-1].endswith(f"is about to: datatrove-ckpt run {' '.join(given)}")
     )
 
 

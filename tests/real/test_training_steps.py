@@ -422,7 +422,7 @@ def test_the_commands_read_the_folder_of_a_training(tmp_path, command):
     assert "loss=1" in rows[1]
     assert "<- a restore takes it" in rows[-1]
     assert "no problem: 4 steps" in command("verify", folder).out
-    assert "ok       restore: A restore takes step 50." in command("doctor", folder).out
+    assert "ok       restore: A restore takes step 50, saved" in command("doctor", folder).out
 
 
 def test_status_has_the_last_sign_of_each_rank_and_the_variables_of_nccl(

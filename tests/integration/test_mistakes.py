@@ -17,7 +17,7 @@ from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.config.generation_params import refuse_near_misses
 from datatrove_ckpt.config.inference_config import models_of
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.output.writer_checks import check_writer
+from datatrove_ckpt.output.writer_checks import check_writer, refuse_equal_folders
 from datatrove_ckpt.process.preemption import check_notice
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer
@@ -276,7 +276,17 @@ def made(server=SERVER, rollout=rollouts.chat, **settings):
 NAMES = {
     name: each
     for each in (
-        *(asked, check_notice, check_writer, config, document, made, models_of, refuse_near_misses),
+        *(
+            asked,
+            check_notice,
+            check_writer,
+            config,
+            document,
+            made,
+            models_of,
+            refuse_equal_folders,
+            refuse_near_misses,
+        ),
         *(FakeServer, InferenceConfig, JsonlReader, JsonlWriter, LocalPipelineExecutor),
         *(ParquetWriter, Path, SlurmPipelineExecutor),
     )

@@ -20,7 +20,7 @@ from datatrove_ckpt.cli.short_form import make_executor
 from datatrove_ckpt.errors import ConfigError, OutputMismatch
 from datatrove_ckpt.output.file_names import output_pattern, rank_and_chunk
 from datatrove_ckpt.output.output_folder import OutputFolder
-from datatrove_ckpt.output.writer_checks import refuse_equal_folders, stands_elsewhere
+from datatrove_ckpt.output.writer_checks import stands_elsewhere
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.run_folder import earlier_runs
 from datatrove_ckpt.run_folder.run_plan import RunPlan
@@ -161,13 +161,6 @@ def test_a_job_that_would_read_or_overwrite_its_own_files_is_refused_before_it_s
     (job / "job.yaml").write_text(text.replace(old, new))
     said = command("run", "job.yaml", "--dry-run", code=2 if says else 0)
     assert says is None or says in said.error
-
-
-def test_two_steps_with_one_checkpoint_folder_are_refused(tmp_path, server):
-    other = JsonlWriter(str(tmp_path / "other"), "${rank}_${chunk_index}.jsonl")
-    steps = [runner(tmp_path, server), runner(tmp_path, server, output_writer=other)]
-    with pytest.raises(ConfigError, match="is also the folder of an earlier step"):
-        refuse_equal_folders(steps)
 
 
 # the closing line --------------------------------------------------------------------------------

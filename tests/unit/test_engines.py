@@ -101,13 +101,6 @@ def test_the_llamacpp_servers_of_all_models_divide_the_cores(
         assert ("--threads 2" in argv) == (name != "other")
 
 
-@pytest.mark.parametrize("name", ["host", "api_key"])
-@pytest.mark.parametrize("engine", [name for name in LAUNCHED if name != "dummy"])
-def test_model_kwargs_may_not_name_the_address_or_the_key(engine, name):
-    with pytest.raises(ConfigError, match=f"model_kwargs: '{name}'"):
-        any_command(engine, **{name: "x"})
-
-
 HEAD, WORKER = (NodeGroup(rank, ("10.0.0.1", "10.0.0.2")) for rank in (0, 1))
 OF_OTHERS = {
     "max_num_seqs": 7,

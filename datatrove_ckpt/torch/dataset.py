@@ -21,7 +21,6 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 from loguru import logger
 from xxhash import xxh3_64_hexdigest
 
@@ -59,7 +58,6 @@ from datatrove_ckpt.torch.stateful import StatefulIterable, refuse_begun
 from datatrove_ckpt.torch.states import (
     DatasetState,
     Slot,
-    check_checksums,
     check_settings,
     check_snapshots,
     find_states,
@@ -74,13 +72,10 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 
-_Array = npt.NDArray[np.generic]
-
-_COPIED_TOGETHER = 2**20
-"""Token rows of about so many bytes are views of one copy."""
-
-
-def batch_rows(batch: pa.RecordBatch, numbers: Numbers) -> list[Row]:
+def batch_rows(batch: pa.RecordBatch | list[Row | None], numbers: Numbers) -> Sequence[Row | None]:
+    """Returns None for a damaged line."""
+    if isinstance(batch, list):
+        return [row and json_row(row) for row in map(batch.__getitem__, numbers.tolist())]
     rows: list[Row] = [{} for _ in range(len(numbers))]
     for name, values in batch_columns(batch, numbers).items():
         for row, value in zip(rows, values, strict=True):
@@ -132,10 +127,17 @@ def _json_value(values: Any) -> Any:
 def _values(column: pa.Array, numbers: Numbers) -> list[object]:
     types = pa.types
     kind = column.type
-    lists = _flattened(column)
-    if lists is not None:
-        flat, starts, ends = lists
-        return _token_rows(flat, starts[numbers], ends[numbers])
+    if _is_number_list(kind) and not (column.null_count or column.values.null_count):
+        flat = column.values.to_numpy()
+        if types.is_fixed_size_list(kind):
+            starts = (numbers + column.offset) * kind.list_size
+            ends = starts + kind.list_size
+        else:
+            offsets = column.offsets.to_numpy()
+            starts = offsets[numbers]
+            ends = offsets[numbers + 1]
+        bounds = zip(starts.tolist(), ends.tolist(), strict=True)
+        return [flat[start:end].copy() for start, end in bounds]
     selected = _take(column, numbers)
     if types.is_dictionary(kind):
         return _values(selected.dictionary_decode(), np.arange(len(numbers)))
@@ -173,32 +175,6 @@ def _is_number_list(kind: pa.DataType) -> bool:
     return is_list and _is_number(kind.value_type)
 
 
-def _flattened(lists: pa.Array) -> tuple[_Array, Numbers, Numbers] | None:
-    """Returns None if these are no lists of numbers, or some are None."""
-    if not _is_number_list(lists.type) or lists.null_count or lists.values.null_count:
-        return None
-    flat = lists.values.to_numpy()
-    if pa.types.is_fixed_size_list(lists.type):
-        size = lists.type.list_size
-        starts = (np.arange(len(lists)) + lists.offset) * size
-        return flat, starts, starts + size
-    offsets = lists.offsets.to_numpy()
-    return flat, offsets[:-1], offsets[1:]
-
-
-def _token_rows(flat: _Array, starts: Numbers, ends: Numbers) -> list[object]:
-    size = int((ends - starts).sum()) * flat.itemsize
-    together = max(1, len(starts) * _COPIED_TOGETHER // max(1, size))
-    rows: list[object] = []
-    for first in range(0, len(starts), together):
-        rows_together = slice(first, first + together)
-        pairs = zip(starts[rows_together].tolist(), ends[rows_together].tolist(), strict=True)
-        copied = np.concatenate([flat[start:end] for start, end in pairs])
-        stops = np.cumsum(ends[rows_together] - starts[rows_together]).tolist()
-        rows += [copied[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
-    return rows
-
-
 _JOINED = 2**23
 """Rows are joined up to so many bytes, or one block more."""
 _RELEASED = 6
@@ -209,17 +185,13 @@ Parts: TypeAlias = "Iterator[tuple[Numbers, pa.RecordBatch | list[Row | None], N
 
 
 class RowBatches:
-    """Rows of several tables, one after the other.
+    """Rows of several tables or lists, one after the other."""
 
-    Args:
-        joined: join the tables to few batches, because rows are taken in any order.
-    """
-
-    def __init__(self, tables: Iterable[pa.Table], joined: bool) -> None:
-        self._batches: list[pa.RecordBatch] = []
-        for table in _joined_tables(tables) if joined else tables:
-            self._batches += table.to_batches()
-        self._ends = np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64)
+    def __init__(self, parts: Iterable[BlockRows]) -> None:
+        self._batches: list[pa.RecordBatch | list[Row | None]] = []
+        for part in parts:
+            self._batches += [part] if isinstance(part, list) else part.to_batches()
+        self._ends = np.cumsum([len(batch) for batch in self._batches], dtype=np.int64)
 
     def take(self, rows: Numbers) -> Parts:
         numbers = np.searchsorted(self._ends, rows, side="right")
@@ -228,7 +200,7 @@ class RowBatches:
         split = np.split(order, np.cumsum(counts[counts > 0])[:-1])
         for number, positions in zip(np.flatnonzero(counts).tolist(), split, strict=True):
             batch = self._batches[number]
-            yield positions, batch, rows[positions] - (int(self._ends[number]) - batch.num_rows)
+            yield positions, batch, rows[positions] - (int(self._ends[number]) - len(batch))
 
 
 def owned(table: pa.Table) -> pa.Table:
@@ -237,7 +209,8 @@ def owned(table: pa.Table) -> pa.Table:
     return pa.concat_tables([table, table.slice(0, 0)]).combine_chunks()
 
 
-def _joined_tables(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+def joined_tables(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Joins tables to few, because rows are taken in any order."""
     group: list[pa.Table] = []
     size = count = 0
     for table in tables:
@@ -291,11 +264,10 @@ class InputIndex:
             return
         self._inputs.check_all(saved["files"])
         check_settings(saved, {key: current[key] for key in ("skip", "limit")})
-        saved_content = saved["content"]
-        other_rows = [saved["rows"], saved["blocks"]] != [current["rows"], current["blocks"]]
-        if other_rows or (
-            saved_content != current["content"] and saved_content[0] == current["content"][0]
-        ):
+        compared = ["rows", "blocks"]
+        if saved["content"][0] == current["content"][0]:
+            compared.append("content")
+        if any(saved[key] != current[key] for key in compared):
             raise position_mismatch(
                 "The input has changed: the files have the same names and sizes as when the state "
                 f"was made, but another content: they had {saved['rows']} rows, and have "
@@ -307,15 +279,12 @@ class InputIndex:
 class _Loaded:
     number: int
     window: OpenWindow
-    rows: RowBatches | list[JsonObject | None]
+    rows: RowBatches
     offsets: Numbers
 
     def take(self, rows: Numbers) -> Parts:
         piece, places = self.window.locate(rows)
-        places = places + self.offsets[piece]
-        if isinstance(self.rows, list):
-            return iter([(np.arange(len(rows)), self.rows, places)])
-        return self.rows.take(places)
+        return self.rows.take(places + self.offsets[piece])
 
 
 @dataclass(eq=False)
@@ -328,25 +297,14 @@ class RowSource:
     _unified: UnifiedSchema | None = None
     _open: dict[int, _Loaded] = field(default_factory=dict)
 
-    def name(self, shares: Numbers, rows: Numbers) -> str:
-        share = self._order.shares[int(shares[0])]
-        window = share.window(int(share.window_of(rows)[0]))
-        block, in_block = window.origins(rows - window.first)
-        table = self.index.table
-        number = int(table.first[block[0]] + in_block[0])
-        return f"Row {number} of {self.index.blocks.names[table.file[block[0]]]!r}"
-
     def samples(self, shares: Numbers, rows: Numbers) -> list[JsonObject | None]:
         """A damaged line is None."""
-        by_place: dict[int, JsonObject | None] = {}
+        samples: list[JsonObject | None] = [None] * len(shares)
         for positions, part, row_numbers in self._parts(shares, rows):
-            if isinstance(part, list):
-                chosen = [part[number] for number in row_numbers.tolist()]
-                samples = [row and json_row(row) for row in chosen]
-            else:
-                samples = batch_rows(part, row_numbers)
-            by_place.update(zip(positions.tolist(), samples, strict=True))
-        return [by_place[position] for position in range(len(shares))]
+            read = batch_rows(part, row_numbers)
+            for position, sample in zip(positions.tolist(), read, strict=True):
+                samples[position] = sample
+        return samples
 
     def by_column(self, shares: Numbers, rows: Numbers) -> dict[str, list[object]]:
         """Returns none if a row is damaged, or rows have other columns."""
@@ -384,12 +342,11 @@ class RowSource:
         window = self._order.shares[share].window(number)
         # In the order of the files, so that a large row group is decoded once.
         read = np.argsort(window.pieces.block, kind="stable")
-        parts = self._read(window, read)
-        loaded: RowBatches | list[JsonObject | None]
+        parts: Iterable[BlockRows] = self._read(window, read)
         if self.index.blocks.gives_dicts:
-            loaded = list(chain.from_iterable(parts))
-        else:
-            loaded = RowBatches(parts, window.shuffled or len(read) > 1)
+            parts = [[*chain.from_iterable(parts)]]
+        elif window.shuffled or len(read) > 1:
+            parts = joined_tables(parts)
         count = window.pieces.rows
         start_in_window = np.cumsum(count) - count
         start_in_loaded = np.empty_like(count)
@@ -397,7 +354,7 @@ class RowSource:
         # Files are read in their own order: this leads from a row's place in the window to its
         # place in what was loaded.
         offsets = start_in_loaded - start_in_window
-        self._open[share] = _Loaded(number, window, loaded, offsets)
+        self._open[share] = _Loaded(number, window, RowBatches(parts), offsets)
 
     def _read(self, window: OpenWindow, read: Numbers) -> Iterator[BlockRows]:
         blocks = self.index.blocks
@@ -578,10 +535,7 @@ class Epoch(Iterator[object]):
             consequence = "this epoch has fewer samples than len() says"
             if is_even:
                 consequence = "another row comes twice"
-            name = self._source.name(*self._places(number, number + 1))
-            logger.warning(
-                f"{name} is damaged, so {consequence}. Further damaged rows are skipped."
-            )
+            logger.warning(f"A row is damaged, so {consequence}. Further such rows are skipped.")
         self._skipped += 1
         if not is_even:
             return None
@@ -686,8 +640,6 @@ class ReaderDataset(StatefulIterable):
         InputError: a file of the input is damaged.
     """
 
-    rank = 0
-    world_size = 1
     columns: Sequence[str] | None = None
     _even: Even = None
     _batch = 1
@@ -834,7 +786,7 @@ class ReaderDataset(StatefulIterable):
                 end of the epoch before it.
         """
         self._check_used(epoch)
-        self._shared.set_epoch(epoch)
+        super().set_epoch(epoch)
 
     def _check_used(self, epoch: int) -> None:
         if isinstance(self._running, Epoch):
@@ -868,17 +820,14 @@ class ReaderDataset(StatefulIterable):
         return self._state_at(self._shared.epoch, None, None).to_json()
 
     def check_state(self, state: ReaderState) -> None:
-        check_checksums(state)
+        super().check_state(state)
         saved = DatasetState.from_json(state)
         check_settings(saved.order, self._order())
         self._index.check(saved.input)
 
     def made(self, state: ReaderState, workers: int) -> bool:
-        saved = DatasetState.from_json(state)
-        if saved.slot is None:
-            return True
-        slot = Slot(self.rank, self.world_size, saved.slot.worker, workers)
-        return saved.made_by == self._state_at(saved.epoch, slot, None).made_by
+        is_alike = [state["batch"], state["even"]] == [self._batch, self._even]
+        return super().made(state, workers) and (state["slot"] is None or is_alike)
 
     def _has_ended(self, state: ReaderState) -> bool:
         return DatasetState.from_json(state).has_ended()

@@ -141,12 +141,6 @@ class OpenWindow:
         places = self.order[rows]
         return np.searchsorted(np.cumsum(self.pieces.rows), places, side="right"), places
 
-    def origins(self, rows: Numbers) -> tuple[Numbers, Numbers]:
-        """Returns the blocks of these rows of the order, and the rows' numbers in their blocks."""
-        piece, places = self.locate(rows)
-        starts = np.cumsum(self.pieces.rows) - self.pieces.rows
-        return self.pieces.block[piece], self.pieces.start[piece] + places - starts[piece]
-
 
 class EpochShare:
     def __init__(

@@ -46,7 +46,10 @@ def rows_in_order(table, order, positions=None):
         windows = share.window_of(rows[mine])
         for one in np.unique(windows):
             window, chosen = share.window(int(one)), mine[windows == one]
-            block, row = window.origins(rows[chosen] - window.first)
+            piece, places = window.locate(rows[chosen] - window.first)
+            starts = np.cumsum(window.pieces.rows) - window.pieces.rows
+            block = window.pieces.block[piece]
+            row = window.pieces.start[piece] + places - starts[piece]
             found[chosen] = np.stack([table.file[block], table.first[block] + row], axis=1)
     return [(int(file), int(row)) for file, row in found]
 

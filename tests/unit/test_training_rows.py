@@ -123,7 +123,8 @@ def write_holes(folder):
 def test_damaged_lines_are_left_out_and_named_once(tmp_path, log):
     found = [sample["text"] for sample in made(write_holes(tmp_path / "input"))]
     assert sorted(found, key=int) == [str(i) for i in range(12) if i % 3 != 1]
-    assert len([line for line in log if "a.jsonl' is damaged" in line]) == 1
+    assert len([line for line in log if "A row is damaged" in line]) == 1
+    assert len([line for line in log if "`a.jsonl`, the line at byte" in line]) == 4
 
 
 def test_even_ranks_get_another_row_instead_also_after_a_stop(tmp_path):

@@ -5,7 +5,7 @@ The source of the n-th sample is a hash of seed, epoch, rank, worker and n.
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from math import isfinite
 from typing import Any, Literal
@@ -48,6 +48,8 @@ class Mix(stateful.StatefulWrapper):
         ConfigError: a setting cannot work.
     """
 
+    _names_of_options = ("weights", "seed", "at_end")
+
     def __init__(
         self,
         sources: Sequence[stateful.Source],
@@ -84,28 +86,19 @@ class Mix(stateful.StatefulWrapper):
         sources: list[Any] = self._sources
         return sum(map(len, sources))
 
-    def _options(self) -> ReaderState:
-        return {"weights": self.weights, "seed": self.seed, "at_end": self.at_end}
-
     def _new_pass(self, epoch: int, slot: Slot, state: ReaderState | None) -> "Mixing":
         if state is None:
-            state = {"drawn": 0, "sources": [None] * len(self._sources)}
+            state = {"drawn": 0, "sources": [{}] * len(self._sources)}
         started = []
         for number, saved in enumerate(state["sources"]):
-            source = _MixedSource(number)
-            if saved is not None:
-                source = _MixedSource(
-                    number, **{key: saved[key] for key in _KEPT}, last=saved["state"]
-                )
+            kept = {key: saved[key] for key in _KEPT if key in saved}
+            source = _MixedSource(number, **kept, last=saved.get("state"))
             if source.is_live:
                 self.begin_pass(source, epoch, source.last)
             started.append(source)
         # The rank counts, so that ranks do not all draw the same sources at the same time.
         draw_key = f"{self.seed}/{epoch}/{slot.rank}/{slot.worker}/{slot.workers}"
         return Mixing(self, epoch, draw_key, started, int(state["drawn"]))
-
-    def _source_states(self, state: ReaderState) -> list[ReaderState | None]:
-        return [source["state"] for source in state.get("sources", [])]
 
     def begin_pass(self, source: "_MixedSource", epoch: int, state: ReaderState | None) -> None:
         source.iterable = self._sources[source.number]
@@ -137,7 +130,7 @@ class _MixedSource:
     last: ReaderState | None = None
     is_at_end: bool = True
     iterable: Any = None
-    iterator: Iterator[object] = field(default_factory=lambda: iter(()))
+    iterator: Any = None
 
     def state(self) -> ReaderState:
         progress = {key: getattr(self, key) for key in _KEPT}
@@ -187,23 +180,13 @@ class Mixing(Iterator[object]):
             logger.warning(
                 f"Source {source.number} of Mix ({type(source.iterable).__name__}) gave no sample."
             )
-        all_ended = all(one.has_ended for one in self._sources)
-        if self._mix.at_end == "stop":
-            self.finished = True
-        elif self._mix.at_end == "drop":
-            self._drop(source)
-            self.finished = all_ended
-        else:
-            self.finished = all_ended
-            if not source.has_given:
-                self._drop(source)
-            elif not all_ended:
-                source.passes += 1
-                source.has_given = False
-                self._mix.begin_pass(source, self._epoch, None)
-
-    def _drop(self, source: _MixedSource) -> None:
-        source.is_live = False
-        source.iterable = None
-        source.iterator = iter(())
-        self._weigh()
+        at_end = self._mix.at_end
+        self.finished = at_end == "stop" or all(one.has_ended for one in self._sources)
+        if at_end == "drop" or (at_end == "repeat" and not source.has_given):
+            source.is_live = False
+            source.iterable = source.iterator = None
+            self._weigh()
+        elif not self.finished:
+            source.passes += 1
+            source.has_given = False
+            self._mix.begin_pass(source, self._epoch, None)

@@ -49,6 +49,8 @@ class Pack(stateful.StatefulWrapper):
         ConfigError: a setting cannot work, or a row has no such columns.
     """
 
+    _names_of_options = ("length", "columns", "separator", "pad", "positions")
+
     def __init__(
         self,
         source: stateful.Source,
@@ -77,10 +79,6 @@ class Pack(stateful.StatefulWrapper):
                 f"{list(fill)}."
             )
         return dict(fill)
-
-    def _options(self) -> ReaderState:
-        names = ("length", "columns", "separator", "pad", "positions")
-        return {name: getattr(self, name) for name in names}
 
     def _new_pass(self, epoch: int, slot: Slot, state: ReaderState | None) -> "Packing":
         (source,) = self._sources
@@ -116,7 +114,6 @@ class Packing(Iterator[Columns]):
         if pack.positions:
             self._names.append(_FIRST)
         self._held: dict[str, list[TokenArray]] = {name: [] for name in self._names}
-        self._start = 0
         self._count = 0
         for leftover in leftovers:
             self._hold(leftover)
@@ -137,7 +134,7 @@ class Packing(Iterator[Columns]):
         return self._sample(self._padded(self._take(self._count)))
 
     def state(self) -> ReaderState:
-        leftover = {name: _encoded(self._joined(name)[self._start :]) for name in self._names}
+        leftover = {name: _encoded(self._joined(name)) for name in self._names}
         state = {"finished": self.finished, "given": self._sample_count, "rest": leftover}
         if self.finished:
             return state | {"source": stateful.end_state(self._source)}
@@ -187,13 +184,15 @@ class Packing(Iterator[Columns]):
         return np.empty(0, np.int64)
 
     def _take(self, count: int) -> Columns:
-        stop = self._start + count
-        columns = {name: self._joined(name)[self._start : stop] for name in self._names}
-        self._start = stop
+        columns = {}
         self._count -= count
-        if self._count < self._pack.length:
-            self._held = {name: [self._joined(name)[self._start :].copy()] for name in self._names}
-            self._start = 0
+        for name in self._names:
+            joined = self._joined(name)
+            columns[name] = joined[:count]
+            rest = joined[count:]
+            if self._count < self._pack.length:
+                rest = rest.copy()  # a view keeps all of it in memory
+            self._held[name] = [rest]
         return columns
 
     def _padded(self, columns: Columns) -> Columns:

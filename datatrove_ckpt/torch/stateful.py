@@ -6,9 +6,9 @@ needs iterable datasets of torch.
 """
 
 import copy
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self
 from weakref import WeakSet
 
@@ -117,18 +117,18 @@ class Iteration(Iterator[object], Protocol):
     def state(self) -> ReaderState: ...
 
 
+@dataclass(eq=False)
 class _Samples(Iterator[object]):
     """The result of ``iter()``: the dataset sees when the caller drops it.
 
     No generator: an error of a transform would end it, and the rest of the epoch would be missing.
     """
 
-    def __init__(self, running: Iteration, shared: SharedCounters, worker: int | None) -> None:
-        self.running = running
-        self._shared = shared
-        self._worker = worker
-        self._next: Callable[[], object] | None = None
-        self.has_ended = False
+    running: Iteration
+    _shared: SharedCounters
+    _worker: int | None
+    _next: Callable[[], object] | None = None
+    has_ended: bool = False
 
     def __next__(self) -> object:
         try:
@@ -148,6 +148,8 @@ class _Samples(Iterator[object]):
 
 class StatefulIterable(_Iterable):
     shuffle_seed: int | None = None
+    rank = 0
+    world_size = 1
 
     def __init__(self) -> None:
         self._forget()
@@ -161,30 +163,35 @@ class StatefulIterable(_Iterable):
         self._running: Iteration | None = None
         self._begun = WeakSet[_Samples]()
 
-    @abstractmethod
     def _iteration(self, epoch: int, slot: Slot, state: ReaderState | None) -> Iteration:
         """Starts an iteration, or resumes it. The state may be of the end of the epoch before."""
+        raise NotImplementedError
 
     def _state(self, running: Iteration) -> ReaderState:
         return running.state()
 
-    @abstractmethod
-    def _start_state(self) -> ReaderState: ...
+    def _start_state(self) -> ReaderState:
+        raise ConfigError(
+            f"This {type(self).__name__} was not iterated in this process, so it has no position. "
+            "If workers of a loader read it, use torchdata's StatefulDataLoader, and its "
+            "state_dict()."
+        )
 
-    @abstractmethod
-    def _has_ended(self, state: ReaderState) -> bool: ...
+    def _has_ended(self, state: ReaderState) -> bool:
+        return bool(state["finished"])
 
-    @abstractmethod
     def made(self, state: ReaderState, workers: int) -> bool:
         """Returns whether a worker of this rank made the state in the current topology."""
+        slot = state["slot"]
+        return slot is None or slot == [self.rank, self.world_size, slot[2], workers]
 
-    @abstractmethod
     def check_state(self, state: ReaderState) -> None:
         """Raises the errors of ``load_state_dict``, and loads nothing."""
+        check_checksums(state)
 
-    @abstractmethod
     def set_epoch(self, epoch: int) -> None:
         """Sets the number of the next epoch. Call it before each epoch."""
+        self._shared.set_epoch(epoch)
 
     def at_epoch(self, epoch: int) -> Self:
         other = self._with()
@@ -209,7 +216,7 @@ class StatefulIterable(_Iterable):
         number, workers = this_worker()
         if number is None:
             self._shared.workers_read = 0
-        rank, ranks = describe_source(self) or (0, 1)
+        slot = Slot(self.rank, self.world_size, number or 0, workers)
         try:
             state = self._take_loaded(number)
             epoch = self._epoch_of(state, number, workers)
@@ -217,9 +224,9 @@ class StatefulIterable(_Iterable):
             if number is None:
                 raise
             # Raised here, it would end workers after seconds.
-            self._running = NoSamples(error)
+            self._running = NoSamples({}, error)
         else:
-            self._running = self._iteration(epoch, Slot(rank, ranks, number or 0, workers), state)
+            self._running = self._iteration(epoch, slot, state)
         samples = _Samples(self._running, self._shared, number)
         self._begun.add(samples)
         return samples
@@ -231,12 +238,11 @@ class StatefulIterable(_Iterable):
                 "which have copies. Load it before the first epoch, or make a new loader."
             )
         state = self._loaded
-        if state is None or worker is None or self._load < 0:
+        if worker is None or self._load < 0:
             self._loaded = None
-            return state
-        if self._shared.take_load(self._load, worker):
-            return state
-        return None
+        elif not self._shared.take_load(self._load, worker):
+            return None
+        return state
 
     def _epoch_of(self, state: ReaderState | None, number: int | None, workers: int) -> int:
         """Raises CheckpointMismatch if the state is of another epoch, or all workers have resumed
@@ -333,6 +339,9 @@ class StatefulWrapper(StatefulIterable):
         ConfigError: a source is not stateful.
     """
 
+    _names_of_options: Sequence[str]
+    """The settings that a state belongs to."""
+
     def __init__(self, sources: Sequence[Source]) -> None:
         super().__init__()
         for number, source in enumerate(sources):
@@ -343,24 +352,28 @@ class StatefulWrapper(StatefulIterable):
                     "state_dict and load_state_dict: its position cannot be saved. Use a "
                     "ReaderDataset, or another iterable with a state."
                 )
+        for source in sources:
+            shared: Any = getattr(source, "dataset", source)
+            if (getattr(shared, "world_size", None) or 1) > self.world_size:
+                self.rank = shared.rank
+                self.world_size = shared.world_size
         self._sources = list(sources)
         self._epoch = 0
         self._slot = Slot(0, 1, 0, 1)
         """``_epoch`` and ``_slot`` are of the latest iteration."""
 
-    @abstractmethod
     def _options(self) -> ReaderState:
-        """Returns the settings that a state belongs to."""
+        return {name: getattr(self, name) for name in self._names_of_options}
 
-    @abstractmethod
     def _source_states(self, state: ReaderState) -> list[ReaderState | None]:
         """Returns the states of the sources, in their order. None: the source had ended."""
+        return [source["state"] for source in state.get("sources", [])]
 
-    @abstractmethod
-    def _new_pass(self, epoch: int, slot: Slot, state: ReaderState | None) -> Iteration: ...
+    def _new_pass(self, epoch: int, slot: Slot, state: ReaderState | None) -> Iteration:
+        raise NotImplementedError
 
     def set_epoch(self, epoch: int) -> None:
-        self._shared.set_epoch(epoch)
+        super().set_epoch(epoch)
         for source in self._sources:
             if hasattr(source, "set_epoch"):
                 source.set_epoch(epoch)
@@ -369,9 +382,6 @@ class StatefulWrapper(StatefulIterable):
         other = super().at_epoch(epoch)
         other._sources = [at_epoch(source, epoch) for source in self._sources]
         return other
-
-    def _has_ended(self, state: ReaderState) -> bool:
-        return bool(state["finished"])
 
     def _iteration(self, epoch: int, slot: Slot, state: ReaderState | None) -> Iteration:
         self._epoch = epoch
@@ -386,15 +396,8 @@ class StatefulWrapper(StatefulIterable):
                 "datatrove_ckpt.torch.restore(loader, states)."
             )
         if state["finished"]:
-            return NoSamples(state=state)
+            return NoSamples(state)
         return self._new_pass(epoch, slot, state)
-
-    def _start_state(self) -> ReaderState:
-        raise ConfigError(
-            f"This {type(self).__name__} was not iterated in this process, so it has no position. "
-            "If workers of a loader read it, use torchdata's StatefulDataLoader, and its "
-            "state_dict()."
-        )
 
     def _state(self, running: Iteration) -> ReaderState:
         head = {"kind": type(self).__name__, "version": _VERSION, "options": self._options()}
@@ -402,7 +405,7 @@ class StatefulWrapper(StatefulIterable):
         return {"finished": False} | running.state() | head
 
     def check_state(self, state: ReaderState) -> None:
-        check_checksums(state)
+        super().check_state(state)
         name = type(self).__name__
         if state.get("kind") != name or state.get("version") != _VERSION:
             raise CheckpointMismatch(
@@ -416,11 +419,7 @@ class StatefulWrapper(StatefulIterable):
                 source.check_state(its)
 
     def made(self, state: ReaderState, workers: int) -> bool:
-        if state["slot"] is None:
-            return True
-        rank, ranks = describe_source(self) or (0, 1)
-        is_own = state["slot"] == [rank, ranks, state["slot"][2], workers]
-        return is_own and all(
+        return super().made(state, workers) and all(
             isinstance(source, StatefulIterable) and source.made(its, workers)
             for source, its in self._sources_with(state)
         )
@@ -430,15 +429,15 @@ class StatefulWrapper(StatefulIterable):
         return [(source, its) for source, its in pairs if its is not None]
 
 
+@dataclass(eq=False)
 class NoSamples(Iterator[object]):
     """An iteration that is at its end, or that raises an error at its first sample."""
 
-    def __init__(self, error: CkptError | None = None, state: ReaderState | None = None) -> None:
-        self._error = error or StopIteration()
-        self._state = state or {}
+    _state: ReaderState
+    _error: CkptError | None = None
 
     def __next__(self) -> object:
-        raise self._error
+        raise self._error or StopIteration
 
     def state(self) -> ReaderState:
         return self._state
@@ -487,18 +486,6 @@ def refuse_begun(loader: object) -> None:
             "The loader has begun, and its iterator would continue as if nothing was restored. "
             "Restore before the first iter(loader) and loader.state_dict(), or make a new loader."
         )
-
-
-def describe_source(source: object) -> tuple[int, int] | None:
-    source = getattr(source, "dataset", source)
-    if isinstance(source, StatefulWrapper):
-        descriptions = map(describe_source, source._sources)
-        return next((description for description in descriptions if description is not None), None)
-    rank = getattr(source, "rank", None)
-    ranks = getattr(source, "world_size", None)
-    if isinstance(rank, int) and isinstance(ranks, int):
-        return rank, ranks
-    return None
 
 
 def at_epoch(source: Source, epoch: int) -> Source:

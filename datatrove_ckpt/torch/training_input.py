@@ -14,6 +14,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -33,6 +34,7 @@ from datatrove_ckpt.torch.step_folder import StepName
 from datatrove_ckpt.torch.watched_loader import RestoredInput, watch
 
 
+@dataclass
 class TrainingInput:
     """The loader of this rank.
 
@@ -41,14 +43,13 @@ class TrainingInput:
         restored: the restored input, by its step. A loader that has not begun again knows less.
     """
 
-    def __init__(self, ranks: Ranks, signals: Sequence[str]) -> None:
-        self._ranks = ranks
-        self._signals = signals
-        self.epoch: int | None = 0
-        self.told_epoch: int | None = None
-        self.restored: dict[int, list[Any]] = {}
-        self._epochs_ended = 0
-        self._loader: DataLoader | None = None
+    _ranks: Ranks
+    _signals: Sequence[str]
+    epoch: int | None = 0
+    told_epoch: int | None = None
+    restored: dict[int, list[Any]] = field(default_factory=dict)
+    _epochs_ended: int = 0
+    _loader: DataLoader | None = None
 
     def has_ended(
         self, loader: DataLoader | None = None, epoch: int | None = None, **ignored: object

@@ -73,12 +73,12 @@ class RestoredInput:
         return True
 
 
+@dataclass(eq=False)
 class _Batches(Iterator[Any]):
     """No generator, which an error of a transform would end."""
 
-    def __init__(self, batches: Iterator[Any], restored: RestoredInput | None) -> None:
-        self._batches = batches
-        self._restored = restored
+    _batches: Iterator[Any]
+    _restored: RestoredInput | None
 
     def __next__(self) -> Any:
         restored = self._restored

@@ -18,7 +18,7 @@ import uuid
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from operator import index
 from pathlib import Path
@@ -178,7 +178,6 @@ class TrainingCheckpoints:
         self._writing = _Task(asynchronous)
         self._uploading = _Task(asynchronous)
         self._signing = _Task(asynchronous)  # a shared folder may be busy, or away
-        self._curve_at = time.monotonic()
         self._snapshot = sharded.StateSnapshot()
         self._copied = StepName(-1, 0)
         self._pause = 0.0
@@ -250,7 +249,7 @@ class TrainingCheckpoints:
             self._uploading.start(self._upload)  # once more, if the last copy failed
             self._wait_for_copy()
         if self._steps.is_locked:
-            self._write_curve()
+            self._history.write_curve()
         self._steps.unlock()
         self._has_claimed = False
         self._report()
@@ -361,12 +360,21 @@ class TrainingCheckpoints:
         if busy:
             since = -math.inf
             all_again = 0.0
-        moment = policies.Moment(
-            step, self._last.step, since, pause, written, bool(ended), stopped, run
-        )
+        metrics: Mapping[str, float] = {}
         if self._by_best:
             metrics = self._ranks.gather(_numbers(arguments.get("metrics") or {}))[0]
-            moment = replace(moment, metrics=metrics, saved=self._saved)
+        moment = policies.Moment(
+            step,
+            self._last.step,
+            since,
+            pause,
+            written,
+            bool(ended),
+            stopped,
+            run,
+            metrics,
+            self._saved,
+        )
         due = self._save_policy.is_due(moment) or all_again
         return all_stop, bool(self._ranks.highest([due])[0])
 
@@ -592,7 +600,7 @@ class TrainingCheckpoints:
             if not self._is_owner:
                 self._not_saved = None
                 return
-            self._steps.write(name, contents, metrics, {"save": save})
+            self._steps.write(name, contents, {"metrics": metrics, "save": save})
             self._steps.publish(name)
             self._write_seconds = time.monotonic() - began
             self._note(
@@ -609,13 +617,8 @@ class TrainingCheckpoints:
             return
         if self._copies and not self._uploading.is_running:
             self._uploading.start(self._upload)
-        if time.monotonic() - self._curve_at > _CURVE_SECONDS:
-            self._write_curve()
-
-    def _write_curve(self) -> None:
-        with suppress(Exception):
+        if time.monotonic() - self._history.curve_at > _CURVE_SECONDS:
             self._history.write_curve()
-        self._curve_at = time.monotonic()
 
     def _begin(self, name: StepName) -> None:
         """On a full disk, first removes steps that it would remove in any case."""
@@ -645,10 +648,8 @@ class TrainingCheckpoints:
                 self._steps.refuse_others(there)
                 here = self._steps.manifests()
                 name = max(here)
-                needed = {name}
-                for part in self._keep.parts:
-                    if not isinstance(part, policies.Last):
-                        needed |= part.kept(_metrics(here))
+                parts = [part for part in self._keep.parts if not isinstance(part, policies.Last)]
+                needed = policies.AnyOf(tuple(parts)).kept(_metrics(here)) | {name}
                 missing = [
                     step
                     for step in needed
@@ -735,24 +736,22 @@ class TrainingCheckpoints:
         try:
             if not weights_only:
                 self._has_read_folder = True
-            loaded = self._loaded_while_checked(states)
+            self._load_while_checked(states)
             parts = {f"states/{key}" for key in states}
             if reader is not None:
                 parts.add("writer")
             try:
-                name, passed = self._choose(
-                    step, loaded, parts=parts if weights_only and parts else None
-                )
+                name, passed = self._choose(step, parts=parts if weights_only and parts else None)
             except CheckpointCorrupt as error:
                 if not parts or weights_only:
                     raise
-                name, passed = self._choose(step, loaded, parts=parts | {"input", "random"})
+                name, passed = self._choose(step, parts=parts | {"input", "random"})
                 logger.warning(f"The parts that restore was given are whole in {name}. {error}")
             if name is None:
                 self._input.prepare(loader, 0)
                 return None
             try:
-                self._load(name, reader, states, loaded, weights_only)
+                self._load(name, reader, states, weights_only)
             except CkptError as error:
                 if name in self._steps.names():
                     raise
@@ -795,7 +794,6 @@ class TrainingCheckpoints:
     def _choose(
         self,
         step: int | str | None,
-        loaded: Contents,
         before: int | None = None,
         parts: set[str] | None = None,
     ) -> tuple[StepName | None, list[str]]:
@@ -816,9 +814,9 @@ class TrainingCheckpoints:
         elif step != "latest":
             names = [name for name in names if name.step == step]
         for name in reversed(names):
-            damage = self._damage(name, loaded, parts)
+            damage = self._damage(name, parts)
             if damage and name not in set().union(*self._ranks.together(self._names)):
-                return self._choose(step, loaded, before, parts)
+                return self._choose(step, before, parts)
             if not damage:
                 if parts is None:
                     self._steps.damaged.discard(name)
@@ -837,11 +835,11 @@ class TrainingCheckpoints:
             raise ConfigError(f"There is no step {requested}; there are {self.steps()}.")
         return None, passed
 
-    def _loaded_while_checked(self, states: Mapping[str, Any]) -> Contents:
-        names = [key for key, state in states.items() if not isinstance(state, nn.Module)]
-        if not self._only_plain:  # a damaged file might run any code
-            names = []
-        return dict.fromkeys(f"states/{key}.pt" for key in names)
+    def _load_while_checked(self, states: sharded.States) -> None:
+        self._steps.loaded = {}
+        if self._only_plain:  # a damaged file might run any code
+            names = [key for key, state in states.items() if not isinstance(state, nn.Module)]
+            self._steps.loaded = dict.fromkeys(f"states/{key}.pt" for key in names)
 
     def _names(self) -> list[StepName]:
         if not self._is_owner:
@@ -866,12 +864,30 @@ class TrainingCheckpoints:
             logger.warning(problem)
             return names
 
-    def _damage(self, name: StepName, loaded: Contents, parts: set[str] | None) -> str:
+    def _damage(self, name: StepName, parts: set[str] | None) -> str:
+        """First fetches copies that are missing or differ from the remote."""
         differs = False
+
+        def own_damage() -> str:
+            if not self._is_owner:
+                return ""
+            damage = "It is not the same save on all nodes."
+            self._steps.loaded = dict.fromkeys(self._steps.loaded)  # of another step, or save
+            try:
+                if not differs:
+                    damage = self._steps.damage(name, parts)
+                if damage and self._steps.store is not None:
+                    self._steps.lock()
+                    READING.run(partial(self._steps.fetch, name), f"{name} cannot be fetched")
+                    return ""
+            except CheckpointCorrupt as error:
+                return f"{damage} {error}"
+            except Exception as error:
+                raise StorageFailed(f"{name} cannot be read: {failure_line(error)}.") from error
+            return damage
+
         while True:
-            own_damage = partial(self._own_damage, name, loaded, differs, parts)
-            damages = self._ranks.together(own_damage)
-            damage = next(filter(None, damages), "")
+            damage = next(filter(None, self._ranks.together(own_damage)), "")
             if damage:
                 return damage
             # Nodes may have made the step apart, such as a node that was lost and is back.
@@ -880,33 +896,11 @@ class TrainingCheckpoints:
             if not differs:
                 return ""
 
-    def _own_damage(
-        self, name: StepName, loaded: Contents, differs: bool, parts: set[str] | None
-    ) -> str:
-        """First fetches a copy that is missing or differs from the remote."""
-        if not self._is_owner:
-            return ""
-        damage = "It is not the same save on all nodes."
-        loaded |= dict.fromkeys(loaded)  # they were of another step, or save
-        try:
-            if not differs:
-                damage = self._steps.damage(name, loaded, parts)
-            if damage and self._steps.store is not None:
-                self._steps.lock()
-                READING.run(partial(self._steps.fetch, name), f"{name} cannot be fetched")
-                return ""
-        except CheckpointCorrupt as error:
-            return f"{damage} {error}"
-        except Exception as error:
-            raise StorageFailed(f"{name} cannot be read: {failure_line(error)}.") from error
-        return damage
-
     def _load(
         self,
         name: StepName,
         reader: Writer | None,
-        states: Mapping[str, Any],
-        loaded: Contents,
+        states: sharded.States,
         weights_only: bool = False,
     ) -> None:
         saved = {file for file in self._steps.manifest(name)["files"] if file.startswith("states/")}
@@ -921,11 +915,8 @@ class TrainingCheckpoints:
                         f"{key} is what an optimizer's state_dict() gave. Give the optimizer."
                     )
                 else:
-                    saved_state = loaded.pop(f"{folder}.pt", None)
-                    if saved_state is None:
-                        copies = isinstance(state, nn.Module)
-                        saved_state = self._steps.load(name, f"{folder}.pt", copies)
-                    sharded.give(state, saved_state)
+                    copies = isinstance(state, nn.Module)
+                    sharded.give(state, self._steps.load(name, f"{folder}.pt", copies))
             except CkptError:
                 raise
             except Exception as error:
@@ -996,8 +987,8 @@ class TrainingCheckpoints:
         self._has_read_folder = True
         self._claim()
 
-        loaded = self._loaded_while_checked(states)
-        old, _ = self._choose(to, loaded, before)
+        self._load_while_checked(states)
+        old, _ = self._choose(to, before)
         assert old is not None
         new = StepName(self._last.rollbacks + 1, old.step)
         input_state = None
@@ -1005,12 +996,21 @@ class TrainingCheckpoints:
             input_state = self._input.state(loader)
         inputs = self._ranks.gather(input_state)
         back = {"back_to": old.step, "save": self._ranks.gather(uuid.uuid4().hex)[0]}
-        changed: Contents = {}
-        if input_state is not None:
-            changed[_INPUT] = inputs
+
+        def copy() -> None:
+            if not self._is_owner:
+                return
+            self._steps.begin(new)
+            manifest = self._steps.manifest(old)
+            source = self._steps.folder / str(old)
+            contents: Contents = {file: blocks(source / file) for file in manifest["files"]}
+            if input_state is not None:
+                contents[_INPUT] = inputs
+            self._steps.write(new, contents, back | {"metrics": manifest["metrics"]})
+
         # Work that may fail comes before the model changes, and effects that others see after it.
-        self._ranks.together(partial(self._copy, old, new, changed, back))
-        self._load(old, reader, states, loaded)
+        self._ranks.together(copy)
+        self._load(old, reader, states)
         self._input.restored.clear()
         if loader is not None and not skip_input:
             self._input.load(loader, old, self._steps.load(old, _INPUT))
@@ -1030,15 +1030,6 @@ class TrainingCheckpoints:
         self._note("rolled back", new, to=old.step, skipped_input=skip_input)
         self._begin_counting()
         return old.step
-
-    def _copy(self, old: StepName, new: StepName, changed: Contents, back: StepManifest) -> None:
-        if not self._is_owner:
-            return
-        self._steps.begin(new)
-        source = self._steps.folder / str(old)
-        manifest = self._steps.manifest(old)
-        contents: Contents = {file: blocks(source / file) for file in manifest["files"]}
-        self._steps.write(new, contents | changed, manifest["metrics"], back)
 
 
 _not_left = weakref.WeakSet[TrainingCheckpoints]()

@@ -64,12 +64,10 @@ def contents_of(states: States) -> tuple[dict[str, object], dict[str, object]]:
         tensors = [leaf for _, leaf in leaves(value, "")]
         if isinstance(state, Optimizer):  # before its first step it has no state
             tensors += [each for group in state.param_groups for each in group["params"]]
-        if not any(isinstance(each, DTensor) for each in tensors):
-            alike[key] = value
-        elif isinstance(state, torch.nn.Module | Optimizer):
+        if any(isinstance(each, DTensor) for each in tensors):
             parts[key] = state_of(key, states)
         else:
-            parts[key] = value
+            alike[key] = value
     return alike, parts
 
 

@@ -65,12 +65,14 @@ class Steps:
         """Identifies the training."""
         self.back_to: int | None = None
         """The step to which the last rollback went, if steps follow it."""
+        self.loaded: Contents = {}
+        """Files that ``damage`` also loads, so that they are read once; then their contents."""
         self.damaged = set[StepName]()
         """Steps that were found damaged, and were not saved again."""
-        self._whole = dict[Path, dict[tuple[int | str, ...], str]]()
-        """The last two whole steps, and their large files by size and hash."""
-        self._unread = folder
-        """A step in ``_whole`` that this process has not read."""
+        self._whole = dict[StepName, StepManifest]()
+        """The last two steps that this process has written, or read as a whole. Others may have
+        removed them.
+        """
         self._owner = ""
         self._unlock: weakref.finalize[[Lock, int], object] | None = None
         self.store = store
@@ -125,13 +127,7 @@ class Steps:
     def abandon(self, name: StepName) -> None:
         files.disk.remove_tree(self.folder / f".saving-{name}")
 
-    def write(
-        self,
-        name: StepName,
-        contents: Contents,
-        metrics: dict[str, float],
-        of: StepManifest,
-    ) -> None:
+    def write(self, name: StepName, contents: Contents, of: StepManifest) -> None:
         """Completes the staged step: hashes and syncs its files, writes the contents, and writes
         the manifest last.
         """
@@ -158,7 +154,7 @@ class Steps:
             "rollbacks": name.rollbacks,
             "back_to": self.back_to,
         }
-        manifest |= {"at": time.time(), "metrics": metrics, **of, "files": entries}
+        manifest |= {"at": time.time(), **of, "files": entries}
         self._complete(staging, manifest)
 
     def _put(self, path: Path, value: object) -> Entry:
@@ -185,17 +181,24 @@ class Steps:
         The older of two steps comes first, and a single step is no source: so steps share two
         copies in turn, and damage of one copy leaves the steps of the other whole.
         """
-        key = tuple(entry)
+        if not is_large(entry):
+            return False
+        names = sorted(set(self.names()) - self.damaged)[-2:]
+        manifests = step_folder.whole_manifests(names, self.manifest) | self._whole
         sources = [
-            (step, step / shared[key]) for step, shared in self._whole.items() if key in shared
+            (name, self.folder / str(name) / file)
+            for name, manifest in sorted(manifests.items())[-2:]
+            for file, other in manifest["files"].items()
+            if other == entry
         ]
-        if len(sources) < 2:
+        if len(dict(sources)) < 2:
             return False
         linked = path.with_name(f"{path.name}.linked")
-        for step, before in sources:
+        for name, before in sources:
             with suppress(OSError, StorageFailed):  # the step was removed, or no hard links
-                is_same = before.stat().st_mtime_ns <= (step / MANIFEST).stat().st_mtime_ns
-                if is_same and step == self._unread:
+                saved_at = (self.folder / str(name) / MANIFEST).stat().st_mtime_ns
+                is_same = before.stat().st_mtime_ns <= saved_at
+                if is_same and name not in self._whole:
                     is_same = step_folder.size_and_hash(blocks(before)) == entry
                 if is_same:
                     files.disk.link(before, linked)
@@ -218,14 +221,7 @@ class Steps:
         self._note_whole(name)
 
     def _note_whole(self, name: StepName) -> None:
-        large = {
-            tuple(entry): file
-            for file, entry in self.manifest(name)["files"].items()
-            if is_large(entry)
-        }
-        step = self.folder / str(name)
-        self._whole.pop(step, None)
-        self._whole = dict([*self._whole.items(), (step, large)][-2:])
+        self._whole = dict([*self._whole.items(), (name, self.manifest(name))][-2:])
 
     def remove(self, name: StepName) -> None:
         files.disk.remove_tree(self._set_aside(name, "removed"))
@@ -248,12 +244,9 @@ class Steps:
     def manifests(self) -> dict[StepName, StepManifest]:
         return step_folder.whole_manifests(set(self.names()) - self.damaged, self.manifest)
 
-    def damage(self, name: StepName, loaded: Contents, parts: Container[str] | None = None) -> str:
+    def damage(self, name: StepName, parts: Container[str] | None = None) -> str:
         """Returns why the step in the folder, or these parts of it, cannot be used; "": they are
         whole.
-
-        The values of ``loaded`` become the contents of these files if the step is whole, so that
-        they are read once.
 
         Raises as ``check_files`` and ``check_training``, except CheckpointCorrupt.
         """
@@ -264,18 +257,13 @@ class Steps:
                 contents[file] = torch.load(checked, map_location="cpu", weights_only=True)
 
         try:
-            step_folder.check_files(self.folder, name, True, load, loaded, parts)
+            step_folder.check_files(self.folder, name, True, load, self.loaded, parts)
             self.check_training(self.manifest(name), str(self.folder / str(name)))
         except CheckpointCorrupt as error:
-            self._whole = {}  # they may have the damaged file
+            self._whole.clear()  # they may have the damaged file
             return str(error)
-        loaded |= contents
+        self.loaded |= contents
         if parts is None:
-            # Else each start would add a copy to those that steps share.
-            for older in [other for other in self.names() if other < name][-1:]:
-                with suppress(CheckpointCorrupt):
-                    self._note_whole(older)
-                    self._unread = self.folder / str(older)
             self._note_whole(name)
         return ""
 
@@ -284,10 +272,13 @@ class Steps:
             raise CheckpointCorrupt(f"{place} is of another training.")
 
     def load(self, name: StepName, file: str, mapped: bool = False) -> Any:
-        """Loads a file of ``torch.save`` into the host's memory. Call ``damage`` before.
+        """Returns a file of ``torch.save`` in the host's memory. Call ``damage`` before.
 
         With ``mapped``, the memory of tensors is the file, for a caller that copies all tensors.
         """
+        found = self.loaded.pop(file, None)
+        if found is not None:
+            return found
         path = self.folder / str(name) / file
         if not path.is_file():
             raise ConfigError(f"{path.parent} holds no {path.stem!r}: it was saved without.")

@@ -21,7 +21,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path, PurePath
 
 import orjson
@@ -140,6 +140,7 @@ class TrainingHistory:
         self._folder = folder
         self._lock = threading.Lock()  # the training and its writing thread record events
         self._waiting: list[JsonObject] = []
+        self.curve_at = time.monotonic()
 
     def note(self, is_owner: bool, event: str, step: int, **values: object) -> None:
         """Records an event, and writes all waiting events if this process owns the folder.
@@ -155,20 +156,21 @@ class TrainingHistory:
                 self._waiting = []
 
     def write_curve(self) -> None:
-        """Replaces ``metrics.csv``, which takes seconds after many steps."""
-        rows = curve(read_events(self._folder))
-        if not rows:
-            return
-        columns = [*dict.fromkeys(name for _, row in rows for name in row)]
-        text = io.StringIO()
-        table = csv.DictWriter(text, ["step", *columns], lineterminator="\n")
-        table.writeheader()
-        for step, metrics in rows:
-            metrics |= {name: math.nan for name, value in metrics.items() if value is None}
-            table.writerow({"step": step, **metrics})
-        files.disk.replace(
-            self._folder / "metrics.csv", text.getvalue().encode(), files.PUBLIC_FILE
-        )
+        """Replaces ``metrics.csv`` if the disk allows it. Takes seconds after many steps."""
+        self.curve_at = time.monotonic()
+        with suppress(Exception):
+            rows = curve(read_events(self._folder))
+            if not rows:
+                return
+            columns = [*dict.fromkeys(name for _, row in rows for name in row)]
+            text = io.StringIO()
+            table = csv.DictWriter(text, ["step", *columns], lineterminator="\n")
+            table.writeheader()
+            for step, metrics in rows:
+                metrics |= {name: math.nan for name, value in metrics.items() if value is None}
+                table.writerow({"step": step, **metrics})
+            path = self._folder / "metrics.csv"
+            files.disk.replace(path, text.getvalue().encode(), files.PUBLIC_FILE)
 
 
 # the folder, also during the training -------------------------------------------------------------
@@ -226,25 +228,19 @@ def read_training(folder: Path, full: bool) -> TrainingState:
     training = ""
     steps = []
     for name in reversed(step_folder.steps_in(folder)):
-        manifest = None
-        damage = ""
+        step = SavedStep(name.step, str(name))
         try:
             manifest = step_folder.read_manifest(folder, name)
+            size = step_folder.size_of(manifest)
+            step = replace(step, bytes=size, at=manifest["at"], metrics=manifest["metrics"])
+            training = training or manifest["training"]
             step_folder.check_files(folder, name, full)
+            if manifest["training"] != training:
+                raise CheckpointCorrupt(f"{folder / str(name)} is of another training.")
         except (CheckpointCorrupt, VersionMismatch, StorageFailed, OSError) as error:
-            damage = str(error)
-        if not (folder / str(name)).exists():  # a training removes steps
-            continue
-        if manifest is None:
-            steps.append(SavedStep(name.step, str(name), damage=damage))
-            continue
-        training = training or manifest["training"]
-        if not damage and manifest["training"] != training:
-            damage = f"{folder / str(name)} is of another training."
-        size = step_folder.size_of(manifest)
-        steps.append(
-            SavedStep(name.step, str(name), size, manifest["at"], manifest["metrics"], damage)
-        )
+            step = replace(step, damage=str(error))
+        if (folder / str(name)).exists():  # a training removes steps
+            steps.append(step)
     steps.reverse()
     events = list(read_events(folder))
     saved = next((event for event in reversed(events) if event["event"] == "saved"), {})

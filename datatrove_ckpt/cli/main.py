@@ -280,7 +280,7 @@ def _command(module: str, *arguments: _Argument) -> Callable[[Callable[[], None]
     ),
     _argument(
         "N",
-        "send the first N documents, print questions and answers, and write no output",
+        "send N documents, print questions and answers, and write no output",
         "--sample",
         type=_count,
     ),

@@ -485,16 +485,20 @@ def _sample_step(plan: RunPlan, step: Step, number: int, share: float | None) ->
         raise InputError(f"{step.label}: no file of its input has a document.")
     if sent.is_kept:
         Path(step.folder, "checkpoints").symlink_to(sent.checkpoints.absolute())
-    total = sent.total and share and share * sent.total
+    whole = None
+    further = None
+    if sent.whole is not None and share is not None:
+        whole = sent.whole.times(share)
+        further = whole.number.value / len(sent.documents)
     paths = (step.folder / "output").glob("*.parquet")
     rows = sum(pq.read_metadata(path).num_rows for path in paths)
     say(f"{step.name}: {plural(len(sent.documents), 'document')} in, {plural(rows, 'row')} out")
     for place, (document, requests) in enumerate(sent.documents, 1):
         shown = ShownDocument(str(document.id), requests[0].question, requests[-1].answer_text)
         say(described(place, shown, "question", MOST))
-    for line in estimate_lines(replace(sent, total=total), plan.runners[0].step):
+    for line in estimate_lines(replace(sent, whole=whole), plan.runners[0].step):
         say(line)
-    return total and total / sum(sent.sizes)
+    return further
 
 
 @contextmanager

@@ -170,6 +170,7 @@ class DocumentRuns(DocumentRollouts):
     async def run(self, source: SourceDocument, slot: ChunkSlot) -> None:
         try:
             answers = self.recorded.answers(self.requests, source, slot, len(self._rollouts))
+            answers.ordinal_in_run = getattr(source.document, "ordinal", slot.ordinal)
             letter = self.failures.retried_letter(source, slot.ordinal)
             if letter is not None:
                 finished = answers.finished("dead", source.fingerprint, letter)

@@ -174,7 +174,7 @@ class DocumentAnswers:
 
     def __init__(self, rank: RankContext, slot: ChunkSlot, doc_id: str, rollouts: int) -> None:
         self.slot = slot
-        self.order = slot.ordinal
+        self.order = self.ordinal_in_run = slot.ordinal
         self.doc_id = doc_id
         self.rejections: list[RequestRejected] = []
         self.occurrences: dict[tuple[int, str], int] = {}
@@ -575,7 +575,7 @@ class RolloutRequests:
             raise failed(error, payload) from error
         key = answers.next_key(rollout_idx, digest)
         if config.seed is not None and api.generates and "seed" not in sent:
-            sent["seed"] = request_seed(config.seed, answers.slot.ordinal, answers.doc_id, *key)
+            sent["seed"] = request_seed(config.seed, answers.ordinal_in_run, answers.doc_id, *key)
             key = key._replace(payload_hash=self.digest(sent, api, retry_of)[0])
         # Before any await: the rollout may change its payload while it waits.
         if config.other_models and sent.get("model") == config.model_name_or_path:

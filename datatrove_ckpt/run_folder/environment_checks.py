@@ -78,7 +78,7 @@ from datatrove_ckpt.run_folder.run_plan import (
     check_steps,
     refuse_without_claims,
 )
-from datatrove_ckpt.run_folder.sample import ROUND_NUMBER, costs
+from datatrove_ckpt.run_folder.sample import ROUND_NUMBER, costs, round_number
 from datatrove_ckpt.runner import InferenceRunner
 
 MOUNTS = Path("/proc/mounts")
@@ -496,8 +496,8 @@ def _costs(step: RunnerSettings, documents: Sequence[Document]) -> Iterator[Find
         }
         request = RecordedRequest(document.text, usage=usage)
         requests.append([request] * step.model.rollouts_per_document)
-    counts = [1] * len(requests)
-    rows = [" ".join(row) for row in costs(step, requests, counts, ROUND_NUMBER)]
+    sizes = [1.0] * len(requests)
+    rows = [" ".join(row) for row in costs(step, requests, sizes, round_number(sizes))]
     if rows:
         text = (
             f"of {ROUND_NUMBER:,} documents: {'; '.join(rows)}, if each takes one request, of the "

@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-# In simulated samples of 50, of lognormal and Pareto distributions, the truth was within three
-# standard errors nine times in ten; within two, it was not.
-_STANDARD_ERRORS = 3.0
+import numpy as np
+
+# In simulated samples of 50 of skewed amounts, the truth was in this range 95 times in 100; up to a
+# deviation of the amounts as large as their mean, its ends were a factor of 2 apart or less.
+_ERRORS_DOWN = 1.9
+_ERRORS_UP = 2.9
 
 
 @dataclass(frozen=True)
@@ -14,6 +17,10 @@ class Estimate:
     value: float
     low: float
     high: float
+
+    @classmethod
+    def exact(cls, value: float) -> "Estimate":
+        return cls(value, value, value)
 
     def text(self, of: Callable[[float], str], factor: float = 1.0) -> str:
         """Returns "12,400 (11,000 to 14,100)"."""
@@ -24,31 +31,67 @@ class Estimate:
             return f"about {value}"
         return f"{value} ({low} to {high})"
 
+    def scaled(self, value: float, low: float, high: float) -> "Estimate":
+        return Estimate(self.value * float(value), self.low * float(low), self.high * float(high))
+
+
+@dataclass(frozen=True)
+class Population:
+    """The documents of a whole input: their number, and the mean of their sizes, whose standard
+    error is 0 if all were measured.
+    """
+
+    number: Estimate
+    mean_size: float
+    size_error: float = 0.0
+
+    def times(self, factor: float) -> "Population":
+        return replace(self, number=self.number.scaled(factor, factor, factor))
+
+    def total(
+        self, amounts: Sequence[float], sizes: Sequence[float], by_ratio: bool = False
+    ) -> Estimate:
+        """Estimates the sum of an amount over the input, from some of its documents.
+
+        The mean is corrected by linear regression on the size, because the mean size of the input
+        is known; ``by_ratio``, and of less than 3 documents, by the ratio to the size (Cochran,
+        Sampling Techniques, chapters 5A, 6 and 7). The error comes from the residuals, each divided
+        by 1 - its leverage (HC3: MacKinnon and White, Journal of Econometrics 29, 1985). The range
+        is a factor down and a larger factor up, because amounts are skewed. An amount that no
+        document of the sample has cannot be seen.
+        """
+        count = len(amounts)
+        found = np.array(amounts, float)
+        size = np.array(sizes, float)
+        mean = found.mean()
+        if not mean:
+            return Estimate.exact(0.0)
+        correction = self.mean_size - size.mean()
+        distance = size - size.mean()
+        squares = distance @ distance
+        slope = mean / size.mean()
+        weight = leverage = np.full(count, 1 / count)
+        if count > 2 and squares and not by_ratio:
+            positive = mean / (size.mean() - size.min())  # at the smallest size
+            slope = min(max(0.0, distance @ found / squares), positive)
+            weight = weight + correction * distance / squares
+            leverage = leverage + distance**2 / squares
+        value = mean + slope * correction
+        unseen = max(0.0, 1 - size.sum() / (self.number.value * self.mean_size))
+        if count == 1 and unseen:
+            return self.number.scaled(value, 0.0, math.inf)
+        residual = (found - mean - slope * distance) / np.maximum(0.1, 1 - leverage)
+        error = np.linalg.norm([*weight * residual, slope * self.size_error]) / value
+        error *= math.sqrt(unseen)
+        error *= 1 + 1 / max(1, count - 2)
+        return self.number.scaled(
+            value, value / (1 + _ERRORS_DOWN * error), value * (1 + _ERRORS_UP * error)
+        )
+
 
 def estimate(amounts: Sequence[float], sizes: Sequence[float], total: float) -> Estimate:
-    """Estimates the sum of an amount over an input, as ratio to the size.
-
-    The range is a factor up and down, because amounts are skewed. See Cochran, Sampling Techniques,
-    chapter 6. An amount that no document of the sample has cannot be seen.
-
-    Args:
-        sizes: the size of each document, in the unit of ``total``. Their sum is above 0.
-    """
-    count = len(amounts)
-    size = sum(sizes)
-    ratio = sum(amounts) / size
-    if size >= total or not ratio:
-        value = ratio * total
-        return Estimate(value, value, value)
-    if count == 1:
-        return Estimate(ratio * total, 0.0, math.inf)
-    squares = sum(
-        (amount - ratio * document_size) ** 2
-        for amount, document_size in zip(amounts, sizes, strict=True)
-    )
-    error = math.sqrt(squares / (count - 1) / count) / (size / count)
-    factor = 1 + _STANDARD_ERRORS * error / ratio
-    return Estimate(ratio * total, ratio * total / factor, ratio * total * factor)
+    """Estimates the sum of an amount over an input of this size, by its ratio to the size."""
+    return Population(Estimate.exact(1.0), total).total(amounts, sizes, by_ratio=True)
 
 
 def quantile(values: Sequence[float], share: float) -> float:

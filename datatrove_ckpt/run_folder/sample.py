@@ -9,29 +9,26 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain, count, islice, pairwise
+from itertools import chain, count
 from pathlib import Path
+from statistics import fmean
 
 import orjson
-from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.checksummed_lines import explained
 from datatrove_ckpt.checkpoint.layout import SAMPLED, SAMPLES
 from datatrove_ckpt.common import BATCH
-from datatrove_ckpt.common.counts import InputPosition
 from datatrove_ckpt.common.formatting import duration, figure, short
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.errors import ConfigError, StorageFailed
 from datatrove_ckpt.generation.recorded_requests import NotedRequests, RecordedRequest, noting
 from datatrove_ckpt.generation.run_identity import servers_digest
 from datatrove_ckpt.generation.runner_settings import RunnerSettings
-from datatrove_ckpt.readers.inputs import Reading, position_of
-from datatrove_ckpt.run_folder.estimate import Estimate, estimate, quantile
-from datatrove_ckpt.run_folder.run_plan import RunnerPlan, RunPlan
-
-_TASKS = 10
+from datatrove_ckpt.run_folder.counted_input import SampledDocument, count_input
+from datatrove_ckpt.run_folder.estimate import Estimate, Population, quantile
+from datatrove_ckpt.run_folder.run_plan import RunPlan
 
 
 @dataclass
@@ -41,16 +38,13 @@ class SentSample:
     Attributes:
         is_kept: the run finds the checkpoints.
         documents: the documents with their requests; without requests, the text is the question.
-        sizes: the size of each document, in the unit of ``total``; all 1 if the size of the input
-            is not known.
-        total: size of the whole input; None if it is not known.
+        whole: the whole input; None if its size is not known.
     """
 
     checkpoints: Path
     is_kept: bool
-    documents: list[tuple[Document, list[RecordedRequest]]]
-    sizes: list[float]
-    total: float | None
+    documents: list[tuple[SampledDocument, list[RecordedRequest]]]
+    whole: Population | None
 
 
 def take_sample(
@@ -60,7 +54,7 @@ def take_sample(
     writes_rows: bool = False,
     seconds: float = math.inf,
 ) -> SentSample:
-    """Sends the first documents of up to ten tasks to the first runner.
+    """Sends documents of all sizes, from the whole input, to the first runner.
 
     Args:
         folder: a folder for the output, and for checkpoints that cannot lie beside the run's.
@@ -73,21 +67,14 @@ def take_sample(
     if not plan.runners:
         raise ConfigError("--sample: the pipeline has no InferenceRunner.")
     runner = plan.runners[0]
-    with Reading():
-        with_input, tasks = _first_documents(runner, number)
-    first = [document for documents in tasks.values() for document in documents]
-    texts = [document.text for document in first]
+    # Steps after this one number the rows of the first documents as the run does.
+    first = number if writes_rows else math.inf
+    documents, whole = count_input(runner, number, first)
+    texts = [document.text for document in documents]
     recorded_requests: NotedRequests = {}
-    groups = [tasks]
-    if any(config.seed is not None for config in runner.step.models.values()):
-        # A seed depends on the document's number in its task.
-        groups = [{rank: documents} for rank, documents in tasks.items()]
     checkpoints = _folder_beside(runner.root) or folder / "checkpoints"
-    places = [
-        [(rank, ordinal) for rank, documents in group.items() for ordinal in range(len(documents))]
-        for group in groups
-    ]
-    record = {"servers": servers_digest(runner.step.models), "documents": places}
+    places = [(document.rank, document.ordinal) for document in documents]
+    record = {"servers": servers_digest(runner.step.models), "documents": [places]}
     files.disk.make_dir(checkpoints)
     files.disk.replace(checkpoints / SAMPLED, orjson.dumps(record))
     output = str(folder / "output")
@@ -113,16 +100,13 @@ def take_sample(
         replay_check=False,
         until=None,
     )
-    for number, group in enumerate(groups):
-        documents = [*chain.from_iterable(group.values())]
-        if documents:
-            step.run(documents, number, len(groups))
+    if documents:
+        step.run(documents)
     sent = [
         (document, recorded_requests.get(id(document)) or [RecordedRequest(text)])
-        for document, text in zip(first, texts, strict=True)
+        for document, text in zip(documents, texts, strict=True)
     ]
-    measured = _measured([*tasks.values()], with_input)
-    return SentSample(checkpoints, checkpoints.parent != folder, sent, *measured)
+    return SentSample(checkpoints, checkpoints.parent != folder, sent, whole)
 
 
 def _folder_beside(root: Path | None) -> Path | None:
@@ -138,57 +122,17 @@ def _folder_beside(root: Path | None) -> Path | None:
     return None
 
 
-def _first_documents(runner: RunnerPlan, number: int) -> tuple[int, dict[int, list[Document]]]:
-    tasks = runner.plan.tasks
-    first = _read(runner, 0)
-    by_rank = {0: list(islice(first, 1))}
-    position = by_rank[0] and position_of(by_rank[0][0])
-    if position:
-        tasks = min(tasks, position[2].progress(position).tasks or tasks)
-    several = min(tasks, number, _TASKS)
-    by_rank[0] += islice(first, -(-number // several) - 1)
-    missing = number - len(by_rank[0])
-    for index in range(1, several):
-        rank = index * tasks // several
-        by_rank[rank] = list(islice(_read(runner, rank), -(-missing // (several - index))))
-        missing -= len(by_rank[rank])
-    return tasks, by_rank
-
-
-def _read(runner: RunnerPlan, rank: int) -> Iterator[Document]:
-    documents: Iterator[Document] | None = None
-    for step in runner.before:
-        documents = iter(step(documents, rank, runner.plan.tasks))
-    return documents or iter(())
-
-
-def _measured(tasks: list[list[Document]], number: int) -> tuple[list[float], float | None]:
-    sizes: list[float] = []
-    total = 0.0
-    units = set[str | None]()
-    for documents in filter(None, tasks):
-        reached = [
-            position[2].progress(position) for position in map(position_of, documents) if position
-        ]
-        if len(reached) < len(documents) or reached[-1].total is None:
-            return [1.0] * sum(map(len, tasks)), None
-        units.update(each.unit for each in reached)
-        sizes += [
-            after.done - before.done for before, after in pairwise([InputPosition(), *reached])
-        ]
-        total += reached[-1].total
-    if len(units) != 1 or not sum(sizes):
-        return [1.0] * len(sizes), None
-    return sizes, total * number / sum(map(bool, tasks))
-
-
 ROUND_NUMBER = 1000
 """Number of documents that an estimate is for, if the size of the input is not known."""
 
 
+def round_number(sizes: Sequence[float]) -> Population:
+    return Population(Estimate.exact(ROUND_NUMBER), fmean(sizes))
+
+
 def estimate_lines(sample: SentSample, step: RunnerSettings) -> Iterator[str]:
-    sizes = sample.sizes
-    total = ROUND_NUMBER if sample.total is None else sample.total
+    sizes = [document.size for document, _ in sample.documents]
+    population = sample.whole or round_number(sizes)
     sent = [requests for _, requests in sample.documents]
     answers = [request for request in chain.from_iterable(sent) if request.ended]
     if not answers:
@@ -196,11 +140,16 @@ def estimate_lines(sample: SentSample, step: RunnerSettings) -> Iterator[str]:
 
     def whole(amount: Callable[[RecordedRequest], float]) -> tuple[list[float], Estimate]:
         amounts = [sum(map(amount, requests)) for requests in sent]
-        return amounts, estimate(amounts, sizes, total)
+        return amounts, population.total(amounts, sizes)
 
-    documents = estimate([1] * len(sent), sizes, total).text(_counted)
-    if sample.total is None:
+    documents = population.number.text(_counted)
+    if sample.whole is None:
         yield "The size of the input is not known."
+    elif population.number.low < population.number.high:
+        yield (
+            "The input was read for 10 s, each task from its start, and not to its end. The sample "
+            "is from what was read, and the estimates take the rest for documents like these."
+        )
     yield f"Median and 95th percentile of a document, and estimate for {documents} documents:"
     kinds: dict[str, Callable[[RecordedRequest], float]] = {
         "requests": lambda request: request.ended > 0,
@@ -218,7 +167,7 @@ def estimate_lines(sample: SentSample, step: RunnerSettings) -> Iterator[str]:
         f"  time              {waited.text(duration, 1 / at_once)} with {figure(at_once)} requests "
         "in flight, as here"
     )
-    for name, money in costs(step, sent, sizes, total):
+    for name, money in costs(step, sent, sizes, population):
         yield f"  {name:<17} {money}"
 
 
@@ -232,7 +181,7 @@ def costs(
     step: RunnerSettings,
     sent: Sequence[Sequence[RecordedRequest]],
     sizes: Sequence[float],
-    total: float,
+    population: Population,
 ) -> Iterator[tuple[str, str]]:
     """Yields "cost" and the cost of a whole input, then a name and the cost for each tier; nothing
     without prices.
@@ -249,4 +198,4 @@ def costs(
     for tier in dict.fromkeys(("", BATCH, *step.model.prices_at("").get("tiers", {}))):
         amounts = [sum(cost(request, tier) for request in requests) for requests in sent]
         name = f"cost, {tier}" if tier else "cost"
-        yield name, estimate(amounts, sizes, total).text(figure)
+        yield name, population.total(amounts, sizes).text(figure)

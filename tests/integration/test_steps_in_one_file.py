@@ -625,7 +625,7 @@ def test_a_sample_prices_a_step_whose_query_groups_files(server, command):
     )
     write(server, {"topics": {"input": {"sql": sql}, "prompt": "Sum up: {text}"}})
     said = command("run", "job.yaml", "--sample", "1")
-    assert "about 3 documents" in said
+    assert "for 3 documents" in said
 
 
 def test_a_sample_has_the_types_of_all_files(server, command):

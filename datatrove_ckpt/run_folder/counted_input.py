@@ -1,0 +1,215 @@
+"""Counts the documents of a runner's input for ``run --sample``, and chooses some of all sizes.
+
+The steps before the runner are read as the run reads them, so that a document has the content and
+the ordinal that it has in the run. After 10 s, an input whose rows are documents is read at twenty
+places of its files, which are blocks of counted rows. Of other inputs, about twenty tasks are read,
+each from its start, and the rest is estimated by bytes.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from operator import attrgetter
+from random import Random
+from statistics import fmean, pstdev
+from typing import Any
+
+from datatrove.data import Document
+
+from datatrove_ckpt.common.counts import InputPosition
+from datatrove_ckpt.readers.blocks import BlockInput
+from datatrove_ckpt.readers.compressed import codec_of
+from datatrove_ckpt.readers.inputs import PositionedDocument, Reading, position_of
+from datatrove_ckpt.readers.jsonl import JsonlReader
+from datatrove_ckpt.readers.tables import ParquetReader
+from datatrove_ckpt.run_folder.estimate import Estimate, Population, estimate
+from datatrove_ckpt.run_folder.run_plan import RunnerPlan
+
+_SECONDS = 10.0
+_PLACES = 20
+_ROWS = 2000
+"""Rows that are read at all places."""
+_MAX_BYTES = 2**32
+"""Lines of larger inputs are not counted."""
+_CANDIDATES = 8
+"""Documents that are kept for each document of the sample."""
+
+
+class SampledDocument(PositionedDocument):
+    """A document, its size in characters, and its place in the run."""
+
+    __slots__ = ("ordinal", "rank", "size")
+    rank: int
+    ordinal: int
+    size: float
+
+
+@dataclass(eq=False)
+class _TaskInput:
+    """The documents of a task, and their number and the position after each read."""
+
+    rank: int
+    documents: Iterator[Document]
+    reading: Reading = field(default_factory=Reading)
+    count: int = 0
+    reached: list[tuple[int, InputPosition]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Documents:
+    """The sizes of documents, and some of the documents, drawn at random (reservoir sampling).
+
+    Attributes:
+        first: only so many of a task's first documents are drawn.
+    """
+
+    max_kept: int
+    first: float = math.inf
+    sizes: list[float] = field(default_factory=list)
+    kept: list[SampledDocument] = field(default_factory=list)
+    random: Random = field(default_factory=partial(Random, 6))
+
+    def add(self, document: Document, rank: int, ordinal: int) -> None:
+        # A prompt may use any column.
+        size = 1.0 + len(document.text) + len(str(document.metadata))
+        self.sizes.append(size)
+        place = len(self.kept)
+        if place == self.max_kept:
+            place = int(self.random.random() * len(self.sizes))
+        if place < self.max_kept and ordinal < self.first:
+            sampled = SampledDocument(document.text, document.id, document.media, document.metadata)
+            sampled.rank = rank
+            sampled.ordinal = ordinal
+            sampled.size = size
+            self.kept[place : place + 1] = [sampled]
+
+    def read(self, task: _TaskInput, until: float) -> bool:
+        """Reads documents of a task until a time. Returns whether these were all."""
+        is_whole = True
+        position = None
+        with task.reading:
+            for document in task.documents:
+                self.add(document, task.rank, task.count)
+                task.count += 1
+                position = position_of(document)
+                if time.monotonic() >= until:
+                    is_whole = False
+                    break
+        if position is not None:
+            task.reached.append((task.count, position[2].progress(position)))
+        return is_whole
+
+    def of_all_sizes(self, number: int) -> list[SampledDocument]:
+        """Draws a document from each of ``number`` groups in the order of sizes and places."""
+        by_size = sorted(self.kept, key=attrgetter("size", "rank", "ordinal"))
+        groups = min(number, len(by_size))
+        ends = [index * len(by_size) // groups for index in range(groups + 1)]
+        drawn = [by_size[self.random.randrange(*group)] for group in pairwise(ends)]
+        return sorted(drawn, key=attrgetter("rank", "ordinal"))
+
+
+def count_input(
+    runner: RunnerPlan, number: int, first: float = math.inf
+) -> tuple[list[SampledDocument], Population | None]:
+    """Reads the input of the runner.
+
+    Args:
+        first: see ``_Documents``.
+
+    Returns:
+        ``number`` documents of all sizes, in their order, and all documents of the input: None if
+        its size is not known.
+    """
+    documents = _Documents(number * _CANDIDATES, first)
+    tasks = runner.plan.tasks
+    inputs = [_TaskInput(rank, _read(runner, rank)) for rank in range(tasks)]
+    documents.random.shuffle(inputs)
+    waiting = deque(inputs)
+    end = time.monotonic() + _SECONDS
+    while waiting and (time.monotonic() < end or not documents.sizes):
+        task = waiting.popleft()
+        if not documents.read(task, min(end, time.monotonic() + _SECONDS / _PLACES)):
+            waiting.append(task)
+    if not documents.sizes:
+        return [], None
+    total: Estimate | None = Estimate.exact(len(documents.sizes))
+    if waiting:
+        if first == math.inf and _counts_rows(runner.before):
+            return _at_places(runner, number)
+        total = _by_bytes([task for task in inputs if task.count], tasks)
+    whole = None if total is None else Population(total, fmean(documents.sizes))
+    return documents.of_all_sizes(number), whole
+
+
+def _read(runner: RunnerPlan, rank: int) -> Iterator[Document]:
+    documents: Iterator[Document] | None = None
+    for step in runner.before:
+        documents = iter(step(documents, rank, runner.plan.tasks))
+    return documents or iter(())
+
+
+def _counts_rows(steps: Sequence[object]) -> bool:
+    """Whether each row of the input is a document, and the rows are counted in seconds."""
+    reader = steps[0]
+    if len(steps) > 1 or not isinstance(reader, ParquetReader | JsonlReader):
+        return False
+    if (reader.text_key, reader.shuffle_seed, reader.limit, reader.skip) != (None, None, -1, 0):
+        return False
+    inputs = reader.list_inputs(0, 1, None)
+    sizes = map(inputs.size, range(len(inputs.names)))
+    return isinstance(reader, ParquetReader) or (
+        sum(sizes) < _MAX_BYTES
+        and all(codec_of(name, reader.compression) is None for name in inputs.names)
+    )
+
+
+def _at_places(runner: RunnerPlan, number: int) -> tuple[list[SampledDocument], Population]:
+    """Reads rows of some blocks. The mean size is estimated by the ratio to the blocks' bytes."""
+    reader: Any = runner.before[0]
+    tasks = runner.plan.tasks
+    blocks = BlockInput(reader)
+    every = [*blocks]
+    rows = sum(block.rows for block in every)
+    step = -(-len(every) // _PLACES)
+    documents = _Documents(number * _CANDIDATES)
+    ratios: list[float] = []
+    row_bytes: list[float] = []
+    for index in range(step // 2, len(every), step):
+        block = every[index]
+        rank = block.file % tasks
+        first = sum(before.rows for before in every[:index] if before.file % tasks == rank)
+        name = blocks.names[block.file]
+        read: Any = blocks.read(block)
+        count = min(block.rows, 1 + _ROWS * step * block.rows // rows)
+        for row in documents.random.sample(range(block.rows), count):
+            [fields] = read[row : row + 1] if blocks.gives_dicts else read.slice(row, 1).to_pylist()
+            if fields:
+                document = reader.get_document_from_dict(fields, name, block.first + row)
+                documents.add(document, rank, first + row)
+                row_bytes.append(block.bytes / block.rows)
+        ratios.append(fmean(documents.sizes[-count:]) * block.rows / block.bytes)
+    mean_bytes = sum(block.bytes for block in every) / rows
+    mean_size = fmean(documents.sizes) * mean_bytes / fmean(row_bytes)
+    error = mean_size * pstdev(ratios) / fmean(ratios) / math.sqrt(len(ratios))
+    whole = Population(Estimate.exact(rows), mean_size, error)
+    return documents.of_all_sizes(number), whole
+
+
+def _by_bytes(begun: Sequence[_TaskInput], tasks: int) -> Estimate | None:
+    counts: list[float] = []
+    done: list[float] = []
+    ends = []
+    for task in begun:
+        for before, after in pairwise([(0, InputPosition()), *task.reached]):
+            counts.append(after[0] - before[0])
+            done.append(after[1].done - before[1].done)
+        ends += [reached for _, reached in task.reached[-1:] if reached.total]
+    if len(ends) < len(begun) or len({end.unit for end in ends}) > 1:
+        return None
+    tasks = min(tasks, ends[0].tasks or tasks)
+    total = fmean(end.total or 0 for end in ends) * tasks
+    return estimate(counts, done, total)

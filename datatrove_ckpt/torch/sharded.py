@@ -64,10 +64,12 @@ def contents_of(states: States) -> tuple[dict[str, object], dict[str, object]]:
         tensors = [leaf for _, leaf in leaves(value, "")]
         if isinstance(state, Optimizer):  # before its first step it has no state
             tensors += [each for group in state.param_groups for each in group["params"]]
-        if any(isinstance(each, DTensor) for each in tensors):
+        if not any(isinstance(each, DTensor) for each in tensors):
+            alike[key] = value
+        elif isinstance(state, torch.nn.Module | Optimizer):
             parts[key] = state_of(key, states)
         else:
-            alike[key] = value
+            parts[key] = value
     return alike, parts
 
 

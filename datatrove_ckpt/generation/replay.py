@@ -440,8 +440,6 @@ class Replays:
                 repeated = [document for document in documents if await self._repeats(document)]
                 if repeated:
                     await in_own_thread(recorded.put, repeated)
-                if self._spent > _RECORDING_SECONDS:  # no start has the time for more
-                    recorded.stop()
             except Exception as error:  # a full disk, or a defect of this check
                 self._stop(error)
             finally:
@@ -453,6 +451,8 @@ class Replays:
         self.recorded.stop()
 
     async def _repeats(self, document: RecordedDocument) -> bool:
+        if self._spent > _RECORDING_SECONDS:  # no start has the time for more
+            self.recorded.stop()
         if self.recorded.is_stopped:
             return False
         if ROLLOUTS.effect:

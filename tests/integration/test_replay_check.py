@@ -69,6 +69,14 @@ def test_of_many_documents_those_with_the_smallest_hashes_stay(tmp_path, server)
     assert [path.name for path in recorded(tmp_path)] == every[:64]
 
 
+def test_recording_ends_in_the_middle_of_a_batch_when_its_time_is_over(
+    tmp_path, server, monkeypatch
+):
+    monkeypatch.setattr(replay, "_RECORDING_SECONDS", 0.0)
+    run_job(tmp_path, server, 40, says_word)
+    assert len(recorded(tmp_path)) == 1
+
+
 def test_a_secret_of_a_payload_is_not_recorded(tmp_path, server):
     async def rollout(document, generate):
         return await generate(

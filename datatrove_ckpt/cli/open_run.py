@@ -38,7 +38,10 @@ def open_run(
     if steps and name is None:
         name = [*steps][-1]
     if name in steps:
-        what = str(steps[name].folder)
+        step = steps[name]
+        what = str(step.folder)
+        if not (step.has_begun or step.rows):
+            raise run_location.RunNotStarted(f"{what}: this step has not begun. Another: --step.")
     elif steps or name:
         folders = ", ".join(str(step.folder) for step in steps.values())
         raise ConfigError(f"{what}: give the folder of a step: {folders or 'it has none'}.")

@@ -105,7 +105,10 @@ def read_config(path: str | None, overrides: list[str], inspect_only: bool = Fal
     if "executor" not in config:
         use_form(path or "the command line")
         if "steps" in config:
-            raise ConfigError(f"{form()}: steps: a pod has no place for the queries between them.")
+            raise ConfigError(
+                f"{form()}: steps: a pod has no place for the queries between them, and tune takes "
+                "the job of one run."
+            )
         config = expand(config, inspect_only)
     for override in filter(_is_long, overrides):
         yaml_config.set_at_path(config, override)

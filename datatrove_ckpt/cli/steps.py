@@ -74,7 +74,7 @@ _RUN_LOCK = "run.lock"
 _RUNS = "it is not finished"
 _POLL = 0.2  # seconds
 _LIMITS = ("max_cost", "max_total_tokens")
-"""Settings that hold for all steps together, but those that have some of their own."""
+"""Settings that hold for all steps together, but those that have their own."""
 _FIRST = 20  # documents whose columns stand for those of all
 _OF_TYPE = {"string": "", "integer": 1, "number": 0.5, "boolean": True}
 _RESERVED = ("input", "output", "checkpoints", "logs")
@@ -167,7 +167,9 @@ def _read_step(
         settings = {"output_format": "parquet", **defaults, **node}
         yaml_config.refuse_unknown(settings, [*short_form.settings(), "dead_letters"], label)
         query = _read_input(settings, f"{label}: input", above)
-    leaves = settings.pop("dead_letters", "stop") == "leave"
+    dead_letters = settings.pop("dead_letters", "stop")
+    if dead_letters not in ("stop", "leave"):
+        raise ConfigError(f"{label}: dead_letters: stop or leave; it is {dead_letters!r}.")
     sources = []
     for table in query.tables if query else ():
         if table in above:
@@ -175,18 +177,18 @@ def _read_step(
         elif query and re.fullmatch(r"\w+", table):
             hint = did_you_mean(table, above)
             raise ConfigError(f'{query.label}: there is no step "{table}" above it{hint}')
-    return Step(folder, label, settings, query, sources, leaves)
+    return Step(folder, label, settings, query, sources, dead_letters == "leave")
 
 
 def _read_input(settings: Node, label: str, above: Mapping[str, Step]) -> Query | None:
     given = settings.get("input")
     if isinstance(given, dict):
         return short_form.read_query(given, label)
-    is_word = re.fullmatch(r"\w+", str(given)) and not Path(str(given)).exists()
-    if given in above or is_word:
+    name = str(given or "")
+    if name in above or (re.fullmatch(r"\w+", name) and not Path(name).exists()):
         key = settings.get("metadata_key", "rollout_results").replace("'", "''")
-        sql = f"select columns(lambda name: name <> '{key}') from \"{given}\""
-        return Query(label, sql, (str(given),))
+        sql = f"select columns(lambda name: name <> '{key}') from \"{name}\""
+        return Query(label, sql, (name,))
     return None
 
 
@@ -314,15 +316,16 @@ class StepsJob:
             config = short_form.expand(job)
             executor = yaml_config.build(config)
         executor.keeps_servers = True
-        if self.limits and self.limits.keys().isdisjoint(step.settings):
+        if self.limits:
             before = RunTotals()
             for other in self.steps:
                 state = other.state()
                 if state is not None and other is not step:
                     before += state.run_totals
-            spent = (before.cost / 1e9, before.tokens)
+            cost = 0.0 if "max_cost" in step.settings else before.cost / 1e9
+            tokens = 0 if "max_total_tokens" in step.settings else before.tokens
             runner = RunPlan(executor).runners[0]
-            executor.pipeline[runner.index] = runner.step.changed(spent_before=spent)
+            executor.pipeline[runner.index] = runner.step.changed(spent_before=(cost, tokens))
         return config, executor
 
     def redo(self, names: Sequence[str]) -> None:

@@ -122,6 +122,9 @@ def test_python_has_the_same_steps_and_returns_the_outputs(server):
         ({"a": {"input": "docs.jsonl", "promt": "x"}}, 'unknown key "promt", did you mean'),
         ({"a": {"input": {"sql": "from b"}, "prompt": "{text}"}}, 'input: there is no step "b"'),
         ({"a": {"input": "docs.jsonl", "prompt": "{text}", "max_tokens": "x"}}, "max_tokens"),
+        ({"a": {"input": "docs.jsonl", "dead_letters": "leve"}}, "stop or leave; it is 'leve'"),
+        ({"a": {"prompt": "{text}"}}, 'steps.a: missing key "input"'),
+        ({"a": {"input": ["docs.jsonl"], "prompt": "{text}"}}, "steps.a: input: "),
     ],
 )
 def test_mistakes_in_the_form_are_found_before_any_request(server, command, steps, message):
@@ -168,6 +171,7 @@ def test_the_example_runs(command):
 
 def test_other_commands_name_the_folders_of_steps(finished, command):
     assert "no place for the queries" in command("k8s", "job.yaml", code=2).error
+    assert "tune takes the job of one run" in command("tune", "job.yaml", code=2).error
     for what in ("qa", "job.yaml"):
         named = "give the folder of a step: qa/answers, qa/judged, "
         for name in ("repair", "report"):
@@ -544,6 +548,9 @@ def test_status_names_what_waits_and_what_is_stale(server, command):
     assert re.search("judged .* 3 done: 0 written in 0 chunks, .* 3 in 1 unfinished chunk", said)
     assert "All steps: 15 requests" in said
     assert "topics    waiting" in said
+    for name in ("show", "export"):
+        refused = command(name, "qa", *["x.csv"][: name == "export"], code=2).error
+        assert "qa/rejected: this step has not begun. Another: --step." in refused
     server._status = lambda payload, times: None
     command("run", "job.yaml")
     write(server, changed("best", sql=f"{STEPS['best']['sql']} and id <> 'id 01'"))
@@ -798,6 +805,15 @@ def test_a_limit_beside_steps_holds_for_all_together(server, command, name, limi
     assert len(server.payloads) == 27
 
 
+def test_a_step_with_a_limit_of_its_own_keeps_to_the_other_of_all_steps(server, command):
+    settings = {"prices": {"prompt": 2, "completion": 8}, "max_concurrent_generations": 1}
+    steps = {name: STEPS[name] for name in ("answers", "judged")}
+    steps = changed("judged", steps, max_total_tokens=10_000)
+    write(server, steps, max_cost=0.0006, max_total_tokens=10_000, **settings)
+    assert "max_cost: 0.0006 is reached" in command("run", "job.yaml", code=4).err
+    assert 12 < len(server.payloads) < 20
+
+
 def test_a_query_is_the_input_of_a_single_run(server, command):
     sql = "select id, upper(text) as text, 0.5 as share, sum(1) over () as n from 'docs.jsonl'"
     job = {"run_folder": "x", "input": {"sql": sql}, "prompt": "Answer: {text}", "model": "fake"}
@@ -872,6 +888,17 @@ def test_a_query_beyond_the_memory_is_an_error_that_names_the_way(server, monkey
         datatrove_ckpt.run(**job(server, {"groups": {"sql": sql}}))
     locks = {"run.lock", "steps.lock"}
     assert {path.name for path in Path("qa").rglob("*")} == {"groups", STEPS_FILE, *locks}
+
+
+def test_the_values_of_an_enum_are_rows_too(finished, command):
+    def sql(value):
+        return f"select id, '{value}'::enum('{value}', 'x') as text from answers"
+
+    steps = {"answers": STEPS["answers"], "last": {"input": {"sql": sql("a")}, "prompt": "{text}"}}
+    write(finished, steps)
+    command("run", "job.yaml")
+    write(finished, changed("last", steps, input={"sql": sql("b")}))
+    assert "its rows differ" in command("run", "job.yaml", code=1).error
 
 
 def test_equal_rows_twice(server):

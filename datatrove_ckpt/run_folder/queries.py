@@ -116,12 +116,13 @@ def parse(sql: str, label: str) -> Query:
         )
     statement = parsed["statements"][0]["node"]
     nodes = [*_nodes(statement)]
-    defined = {node["key"] for node in nodes if "key" in node}
+    defined = {entry["key"] for node in nodes for entry in node.get("cte_map", {}).get("map", ())}
     named = [node["table_name"] for node in nodes if node.get("type") == "BASE_TABLE"]
     called = [node["function_name"] for node in nodes if "function_name" in node]
     for node in nodes:
         columns = node.get("column_names", ())
-        called += [name for name in columns if name.startswith(("current_", "localtime"))]
+        if len(columns) == 1:  # a name of a table before it makes it a column
+            called += [name for name in columns if name.startswith(("current_", "localtime"))]
     for name in called:
         if name.lower() in _CLOCKS_AND_DICE.split():
             raise ConfigError(

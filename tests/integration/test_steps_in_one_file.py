@@ -890,6 +890,14 @@ def test_a_query_beyond_the_memory_is_an_error_that_names_the_way(server, monkey
     assert {path.name for path in Path("qa").rglob("*")} == {"groups", STEPS_FILE, *locks}
 
 
+@pytest.mark.parametrize(
+    "columns",
+    ["* replace (trim(answer) as answer)", "* rename (answer as text)", "answer.current_date"],
+)
+def test_a_table_is_read_whatever_the_names_of_columns_are(columns):
+    assert queries.parse(f"select {columns} from answer", "").tables == ("answer",)
+
+
 def test_the_values_of_an_enum_are_rows_too(finished, command):
     def sql(value):
         return f"select id, '{value}'::enum('{value}', 'x') as text from answers"

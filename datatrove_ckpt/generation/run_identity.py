@@ -30,7 +30,7 @@ from datatrove_ckpt.user_code.statements import digest
 _OTHER_NAME = (
     "an endpoint names a model that is new to the run; set it only if it is the same model"
 )
-_KV_CACHE = "kv-cache-dtype"
+_KV_CACHE = ("kv-cache-dtype", "cache-type-k", "cache-type-v")
 CHAT_TEXTS = "rollout_fn.chat_texts"
 """The field of runs that send a chat, as JSON in ``prompt_column``, as a chat."""
 
@@ -76,7 +76,7 @@ def servers_digest(models: Mapping[str, InferenceConfig]) -> str:
     servers = [(config.server_type, sorted(map(redact, config.urls))) for config in models.values()]
     # No part of a run's identity, because runs have begun without it.
     flags = [dashed_names(config.model_kwargs) for config in models.values()]
-    caches = [of_model[_KV_CACHE] for of_model in flags if _KV_CACHE in of_model]
+    caches = [of_model[name] for of_model in flags for name in _KV_CACHE if name in of_model]
     return digest(repr((sorted(answering.items()), servers, *caches)))
 
 

@@ -27,7 +27,7 @@ from datatrove_ckpt.cli.short_form import Node, make_executor
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import figure
 from datatrove_ckpt.config.inference_config import dashed_names
-from datatrove_ckpt.errors import ConfigError, ServerError
+from datatrove_ckpt.errors import ConfigError, InputError, ServerError
 from datatrove_ckpt.process import signals
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.run_folder.gpu_layout import layouts
@@ -69,7 +69,7 @@ class Measured:
 
     def line(self, price: float) -> str:
         """``price``: of an hour of a GPU."""
-        cost = price * self.gpu_seconds / 3600 / max(1, self.rows) * 1e6
+        cost = price * self.gpu_seconds / 3600 / self.rows * 1e6
         return _row(figure(self.rate), figure(cost), orjson.dumps(self.settings).decode())
 
 
@@ -108,7 +108,7 @@ def tune(arguments: argparse.Namespace) -> int:
             candidate = _merged(start.settings if given else best.settings, change)
             try:
                 measured = bench.measure(candidate, best.gpu_seconds * _CLEARLY_WORSE)
-            except (ConfigError, ServerError) as error:
+            except (ConfigError, InputError, ServerError) as error:
                 cause = str(error).partition("\n")[0]
                 say(_row("", "", f"{orjson.dumps(candidate).decode()} fails: {cause}"))
                 continue
@@ -174,6 +174,7 @@ class _Bench:
 
         Raises:
             ConfigError, ServerError: its servers cannot start, or die.
+            InputError: it answers no row.
         """
         plan, candidate = self.job(settings)
         for folder in layout.sample_folders(self.root):
@@ -192,6 +193,11 @@ class _Bench:
                 measured.rows += counts.written + counts.dropped
                 measured.tokens += counts.prompt_tokens + counts.completion_tokens
                 measured.seconds += rank.history.last.seconds.inference
+        if not measured.rows:
+            raise InputError(
+                f"no row was answered. `datatrove-ckpt show --dead {sent.checkpoints}` has the "
+                "causes."
+            )
         record = {"candidate": candidate, "measured": asdict(measured)}
         files.disk.replace(sent.checkpoints / layout.TUNED, orjson.dumps(record))
         return measured

@@ -186,6 +186,22 @@ def test_a_tune_that_is_killed_goes_on(job, command):
     assert said.endswith("No other settings are better.\n")
 
 
+def test_settings_that_answer_no_row_are_not_kept(job, command):
+    job({1: (4, 0.2)}, 2)
+    Path("roll.py").write_text("async def fails(document, generate):\n    raise ValueError\n")
+    said = command("tune", "job.yaml", "--rollout=roll.fails", "--prompt=null", code=1).error
+    assert "error: no row was answered. `datatrove-ckpt show --dead " in said
+    assert not [*Path("run/checkpoints").glob("sample-*/tuned.json")]
+
+
+def test_answers_of_another_kv_cache_are_not_those_of_the_run(job, command):
+    job({1: (4, 0.0)}, 3)
+    other = '--model-kwargs={"server_script": "engine.py", "cache_type_k": "q4_0"}'
+    command("run", "job.yaml", "--sample=3", other)
+    command("run", "job.yaml")
+    assert command.json("status", "run")["totals"]["work"]["sent"] == 3
+
+
 @pytest.mark.parametrize(
     "flags, says",
     [

@@ -51,7 +51,6 @@ from datatrove_ckpt.errors import (
     CheckpointMismatch,
     CkptError,
     ConfigError,
-    InputError,
     TooManyDeadLetters,
     written_in,
 )
@@ -484,8 +483,6 @@ def _sample_step(plan: RunPlan, step: Step, number: int, share: float | None) ->
     """Sends the first rows of a step. Returns how many times as many rows the whole step makes."""
     with log_disabled("datatrove_ckpt.generation.rank"):
         sent = take_sample(plan, number, step.folder, writes_rows=True)
-    if not sent.documents:
-        raise InputError(f"{step.label}: no file of its input has a document.")
     if sent.is_kept:
         Path(step.folder, "checkpoints").symlink_to(sent.checkpoints.absolute())
     whole = None

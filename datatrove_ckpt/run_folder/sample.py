@@ -22,7 +22,7 @@ from datatrove_ckpt.checkpoint.layout import SAMPLED, SAMPLES
 from datatrove_ckpt.common import BATCH
 from datatrove_ckpt.common.formatting import duration, figure, short
 from datatrove_ckpt.config import MonitoringConfig
-from datatrove_ckpt.errors import ConfigError, StorageFailed
+from datatrove_ckpt.errors import ConfigError, InputError, StorageFailed
 from datatrove_ckpt.generation.recorded_requests import NotedRequests, RecordedRequest, noting
 from datatrove_ckpt.generation.run_identity import servers_digest
 from datatrove_ckpt.generation.runner_settings import RunnerSettings
@@ -70,6 +70,11 @@ def take_sample(
     # Steps after this one number the rows of the first documents as the run does.
     first = number if writes_rows else math.inf
     documents, whole = count_input(runner, number, first)
+    if not documents:
+        raise InputError(
+            "no document reaches the InferenceRunner: the input has none, or the steps before it "
+            "yield none."
+        )
     texts = [document.text for document in documents]
     recorded_requests: NotedRequests = {}
     checkpoints = _folder_beside(runner.root) or folder / "checkpoints"
@@ -100,8 +105,7 @@ def take_sample(
         replay_check=False,
         until=None,
     )
-    if documents:
-        step.run(documents)
+    step.run(documents)
     sent = [
         (document, recorded_requests.get(id(document)) or [RecordedRequest(text)])
         for document, text in zip(documents, texts, strict=True)

@@ -236,3 +236,14 @@ def test_a_sample_that_runs_or_is_damaged_is_left_out(here, server, command, sta
         said = command(*words)
     assert server.asked == {"Say a": 2, "Say b": 1}
     assert ("are not used" in said) == (state == "damaged")
+
+
+def test_an_input_without_rows_is_one_message(here, server, command):
+    jsonl(here, [])
+    words = job(server, "1.jsonl", "--run-folder", "run")
+    said = command(*words, "--sample", 5, code=1).error
+    assert said.endswith(
+        "error: no document reaches the InferenceRunner: the input has none, or the steps before "
+        "it yield none."
+    )
+    assert not (here / "run/checkpoints").exists()

@@ -10,6 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -21,6 +22,7 @@ from typing import Any
 from datatrove.data import Document
 
 from datatrove_ckpt.common.counts import InputPosition
+from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.blocks import BlockInput
 from datatrove_ckpt.readers.compressed import codec_of
 from datatrove_ckpt.readers.inputs import PositionedDocument, Reading, position_of
@@ -37,6 +39,8 @@ _MAX_BYTES = 2**32
 """Lines of larger inputs are not counted."""
 _CANDIDATES = 8
 """Documents that are kept for each document of the sample."""
+_MAX_HELD = 2**28
+"""Characters and bytes of media of all documents that are kept, unless the sample has more."""
 
 
 class SampledDocument(PositionedDocument):
@@ -47,10 +51,17 @@ class SampledDocument(PositionedDocument):
     ordinal: int
     size: float
 
+    @property
+    def held(self) -> float:
+        of_media = [getattr(media, "media_bytes", None) for media in self.media or ()]
+        return self.size + sum(map(len, filter(None, of_media)))
+
 
 @dataclass(eq=False)
 class _TaskInput:
-    """The documents of a task, and their number and the position after each read."""
+    """The documents of a task, and their number and the position after the first one, and after
+    each read.
+    """
 
     rank: int
     documents: Iterator[Document]
@@ -67,11 +78,16 @@ class _Documents:
         first: only so many of a task's first documents are drawn.
     """
 
-    max_kept: int
+    number: int
     first: float = math.inf
     sizes: list[float] = field(default_factory=list)
     kept: list[SampledDocument] = field(default_factory=list)
     random: Random = field(default_factory=partial(Random, 6))
+    max_kept: int = field(init=False)
+    held: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.max_kept = self.number * _CANDIDATES
 
     def add(self, document: Document, rank: int, ordinal: int) -> None:
         # A prompt may use any column.
@@ -85,28 +101,33 @@ class _Documents:
             sampled.rank = rank
             sampled.ordinal = ordinal
             sampled.size = size
+            self.held += sampled.held - sum(old.held for old in self.kept[place : place + 1])
             self.kept[place : place + 1] = [sampled]
+            while self.held > _MAX_HELD and len(self.kept) > self.number:
+                self.max_kept = len(self.kept) - 1
+                self.held -= self.kept.pop(self.random.randrange(len(self.kept))).held
 
     def read(self, task: _TaskInput, until: float) -> bool:
         """Reads documents of a task until a time. Returns whether these were all."""
-        is_whole = True
         position = None
         with task.reading:
             for document in task.documents:
                 self.add(document, task.rank, task.count)
                 task.count += 1
                 position = position_of(document)
-                if time.monotonic() >= until:
-                    is_whole = False
-                    break
+                is_whole = time.monotonic() < until
+                if position and (task.count == 1 or not is_whole):
+                    task.reached.append((task.count, position[2].progress(position)))
+                if not is_whole:
+                    return False
         if position is not None:
             task.reached.append((task.count, position[2].progress(position)))
-        return is_whole
+        return True
 
-    def of_all_sizes(self, number: int) -> list[SampledDocument]:
+    def of_all_sizes(self) -> list[SampledDocument]:
         """Draws a document from each of ``number`` groups in the order of sizes and places."""
         by_size = sorted(self.kept, key=attrgetter("size", "rank", "ordinal"))
-        groups = min(number, len(by_size))
+        groups = min(self.number, len(by_size))
         ends = [index * len(by_size) // groups for index in range(groups + 1)]
         drawn = [by_size[self.random.randrange(*group)] for group in pairwise(ends)]
         return sorted(drawn, key=attrgetter("rank", "ordinal"))
@@ -124,7 +145,7 @@ def count_input(
         ``number`` documents of all sizes, in their order, and all documents of the input: None if
         its size is not known.
     """
-    documents = _Documents(number * _CANDIDATES, first)
+    documents = _Documents(number, first)
     tasks = runner.plan.tasks
     inputs = [_TaskInput(rank, _read(runner, rank)) for rank in range(tasks)]
     documents.random.shuffle(inputs)
@@ -142,12 +163,14 @@ def count_input(
             return _at_places(runner, number)
         total = _by_bytes([task for task in inputs if task.count], tasks)
     whole = None if total is None else Population(total, fmean(documents.sizes))
-    return documents.of_all_sizes(number), whole
+    return documents.of_all_sizes(), whole
 
 
 def _read(runner: RunnerPlan, rank: int) -> Iterator[Document]:
     documents: Iterator[Document] | None = None
     for step in runner.before:
+        if isinstance(step, SeekingReader):  # has the lines that its task has skipped
+            step = copy(step)
         documents = iter(step(documents, rank, runner.plan.tasks))
     return documents or iter(())
 
@@ -155,7 +178,11 @@ def _read(runner: RunnerPlan, rank: int) -> Iterator[Document]:
 def _counts_rows(steps: Sequence[object]) -> bool:
     """Whether each row of the input is a document, and the rows are counted in seconds."""
     reader = steps[0]
-    if len(steps) > 1 or not isinstance(reader, ParquetReader | JsonlReader):
+    if (
+        len(steps) > 1
+        or not isinstance(reader, ParquetReader | JsonlReader)
+        or reader.may_keep_state()  # rows may be left out
+    ):
         return False
     if (reader.text_key, reader.shuffle_seed, reader.limit, reader.skip) != (None, None, -1, 0):
         return False
@@ -175,7 +202,7 @@ def _at_places(runner: RunnerPlan, number: int) -> tuple[list[SampledDocument], 
     every = [*blocks]
     rows = sum(block.rows for block in every)
     step = -(-len(every) // _PLACES)
-    documents = _Documents(number * _CANDIDATES)
+    documents = _Documents(number)
     ratios: list[float] = []
     row_bytes: list[float] = []
     for index in range(step // 2, len(every), step):
@@ -184,6 +211,7 @@ def _at_places(runner: RunnerPlan, number: int) -> tuple[list[SampledDocument], 
         first = sum(before.rows for before in every[:index] if before.file % tasks == rank)
         name = blocks.names[block.file]
         read: Any = blocks.read(block)
+        before = len(documents.sizes)
         count = min(block.rows, 1 + _ROWS * step * block.rows // rows)
         for row in documents.random.sample(range(block.rows), count):
             [fields] = read[row : row + 1] if blocks.gives_dicts else read.slice(row, 1).to_pylist()
@@ -191,25 +219,31 @@ def _at_places(runner: RunnerPlan, number: int) -> tuple[list[SampledDocument], 
                 document = reader.get_document_from_dict(fields, name, block.first + row)
                 documents.add(document, rank, first + row)
                 row_bytes.append(block.bytes / block.rows)
-        ratios.append(fmean(documents.sizes[-count:]) * block.rows / block.bytes)
+        if sizes := documents.sizes[before:]:  # the others cannot be read
+            ratios.append(fmean(sizes) * block.rows / block.bytes)
     mean_bytes = sum(block.bytes for block in every) / rows
     mean_size = fmean(documents.sizes) * mean_bytes / fmean(row_bytes)
     error = mean_size * pstdev(ratios) / fmean(ratios) / math.sqrt(len(ratios))
     whole = Population(Estimate.exact(rows), mean_size, error)
-    return documents.of_all_sizes(number), whole
+    return documents.of_all_sizes(), whole
 
 
 def _by_bytes(begun: Sequence[_TaskInput], tasks: int) -> Estimate | None:
+    """Estimates the documents after the first of each task: what is before that may be skipped, or
+    be read ahead.
+    """
     counts: list[float] = []
     done: list[float] = []
     ends = []
+    remaining: list[float] = []
     for task in begun:
-        for before, after in pairwise([(0, InputPosition()), *task.reached]):
+        for before, after in pairwise(task.reached):
             counts.append(after[0] - before[0])
             done.append(after[1].done - before[1].done)
         ends += [reached for _, reached in task.reached[-1:] if reached.total]
-    if len(ends) < len(begun) or len({end.unit for end in ends}) > 1:
+        remaining += [(end.total or 0) - task.reached[0][1].done for end in ends[len(remaining) :]]
+    if len(ends) < len(begun) or len({end.unit for end in ends}) > 1 or not sum(done):
         return None
     tasks = min(tasks, ends[0].tasks or tasks)
-    total = fmean(end.total or 0 for end in ends) * tasks
-    return estimate(counts, done, total)
+    rest = estimate(counts, done, fmean(remaining) * tasks)
+    return Estimate(tasks + rest.value, tasks + rest.low, tasks + rest.high)

@@ -71,7 +71,9 @@ class Population:
         squares = distance @ distance
         slope = mean / size.mean()
         weight = leverage = np.full(count, 1 / count)
-        if count > 2 and squares and not by_ratio:
+        # The line would leave the amounts that are known, and may fall below 0.
+        is_outside = self.mean_size < size.min()
+        if count > 2 and squares and not by_ratio and not is_outside:
             positive = mean / (size.mean() - size.min())  # at the smallest size
             slope = min(max(0.0, distance @ found / squares), positive)
             weight = weight + correction * distance / squares

@@ -2,15 +2,19 @@
 
 import itertools
 import json
+import tracemalloc
 from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datatrove.data import Document
 
 from datatrove_ckpt.readers import JsonlReader, ParquetReader
+from datatrove_ckpt.readers.csv_rows import CSVReader
 from datatrove_ckpt.run_folder import counted_input
 from datatrove_ckpt.run_folder.counted_input import count_input
+from datatrove_ckpt.run_folder.estimate import Estimate, Population
 from tests.bench.sample_prices import UNEVEN, priced
 
 SORTED = [{"id": str(row), "text": "x" * (1 + row // 2)} for row in range(500)]
@@ -83,3 +87,82 @@ def test_documents_that_are_not_counted_are_estimated_by_bytes(tmp_path):
     documents, whole = count_input(runner(reader), 20)
     assert 0 < len(documents) < 20
     assert whole.number.low < whole.number.high
+
+
+@pytest.mark.usefixtures("slow")
+def test_rows_that_are_skipped_do_not_count(tmp_path):
+    write_lines(
+        tmp_path / "1.jsonl", [{"id": str(row), "text": "a text"} for row in range(100, 400)]
+    )
+    _, whole = count_input(runner(JsonlReader(str(tmp_path), skip=200)), 5)
+    assert whole.number.value == pytest.approx(100)
+
+
+@pytest.mark.usefixtures("slow")
+def test_rows_that_are_read_ahead_are_not_taken_for_few(tmp_path):
+    (tmp_path / "1.csv").write_text("id,text\n" + "1,a text\n" * 500)
+    _, whole = count_input(runner(CSVReader(str(tmp_path))), 5)
+    assert whole is None
+
+
+class _Even(JsonlReader):
+    """Leaves rows out."""
+
+    def get_document_from_dict(self, data, source_file, id_in_file):
+        if int(data["id"]) % 2:
+            return None
+        return super().get_document_from_dict(data, source_file, id_in_file)
+
+
+@pytest.mark.usefixtures("slow")
+def test_rows_of_a_readers_subclass_are_not_counted_as_documents(tmp_path):
+    write_lines(tmp_path / "1.jsonl", SORTED)
+    documents, _ = count_input(runner(_Even(str(tmp_path), text_key=None)), 5)
+    assert [int(document.id) for document in documents] == [
+        2 * document.ordinal for document in documents
+    ]
+
+
+@pytest.mark.usefixtures("slow")
+def test_parts_whose_lines_cannot_be_read_are_left_out(tmp_path):
+    (tmp_path / "a.jsonl").write_text("no row\n" * 500)
+    write_lines(tmp_path / "b.jsonl", SORTED)
+    reader = JsonlReader(str(tmp_path), text_key=None, max_skipped=None)
+    documents, _ = count_input(runner(reader), 5)
+    assert len(documents) == 5
+
+
+def test_each_task_may_skip_as_many_lines_as_in_its_run(tmp_path, monkeypatch):
+    """Tasks are read in turns."""
+    clock = itertools.count(step=0.15).__next__
+    monkeypatch.setattr(counted_input, "time", SimpleNamespace(monotonic=clock))
+    for task in range(3):
+        write_lines(tmp_path / f"{task}.jsonl", SORTED[:10])
+        with (tmp_path / f"{task}.jsonl").open("a") as file:
+            file.write("no row\n")
+    _, whole = count_input(runner(JsonlReader(str(tmp_path), max_skipped=1), tasks=3), 3)
+    assert whole.number.value == 30
+
+
+def test_large_documents_that_are_held_have_a_limit(monkeypatch):
+    monkeypatch.setattr(counted_input, "_MAX_HELD", 3_000_000)
+
+    def large(data, rank, world_size):
+        for number in range(200):
+            yield Document(text=f"{number} " + "x" * 100_000, id=str(number))
+
+    tracemalloc.start()
+    try:
+        documents, _ = count_input(runner(large), 10)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4_000_000
+    assert len(documents) == 10
+    assert {int(document.id) // 100 for document in documents} == {0, 1}
+
+
+def test_documents_that_are_all_larger_than_the_mean_cost_more_than_nothing():
+    whole = Population(Estimate.exact(1000), 10.0)
+    found = whole.total([10, 30, 33, 50], [100, 200, 300, 290])
+    assert 0 < found.low < found.value < found.high

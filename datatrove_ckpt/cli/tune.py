@@ -11,6 +11,7 @@ most copies at their head, because a candidate ends as soon as it is clearly slo
 import argparse
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -179,7 +180,7 @@ class _Bench:
         plan, candidate = self.job(settings)
         for folder in layout.sample_folders(self.root):
             path = folder / layout.TUNED
-            if path.exists():
+            with suppress(FileNotFoundError, LookupError, TypeError, ValueError):  # damaged
                 earlier = orjson.loads(path.read_bytes())
                 if earlier["candidate"] == candidate:
                     return Measured(**earlier["measured"])

@@ -186,6 +186,14 @@ def test_a_tune_that_is_killed_goes_on(job, command):
     assert said.endswith("No other settings are better.\n")
 
 
+def test_what_is_damaged_is_measured_again(job, command):
+    job({1: (4, 0.0)}, 1)
+    command("tune", "job.yaml")
+    Path("run/checkpoints/sample-00001/tuned.json").write_text("{")
+    assert command("tune", "job.yaml").out.endswith("No other settings are better.\n")
+    assert Path("run/checkpoints/sample-00002/tuned.json").exists()
+
+
 def test_settings_that_answer_no_row_are_not_kept(job, command):
     job({1: (4, 0.2)}, 2)
     Path("roll.py").write_text("async def fails(document, generate):\n    raise ValueError\n")

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
+from operator import mul
+from statistics import fmean
 
 # In simulated samples of 50 of skewed amounts, the truth was in this range 95 times in 100; up to a
 # deviation of the amounts as large as their mean, its ends were a factor of 2 apart or less.
@@ -61,29 +61,33 @@ class Population:
         document of the sample has cannot be seen.
         """
         count = len(amounts)
-        found = np.array(amounts, float)
-        size = np.array(sizes, float)
-        mean = found.mean()
+        mean = fmean(amounts)
         if not mean:
             return Estimate.exact(0.0)
-        correction = self.mean_size - size.mean()
-        distance = size - size.mean()
-        squares = distance @ distance
-        slope = mean / size.mean()
-        weight = leverage = np.full(count, 1 / count)
+        mean_size = fmean(sizes)
+        correction = self.mean_size - mean_size
+        distances = [size - mean_size for size in sizes]
+        squares = sum(map(mul, distances, distances))
+        slope = mean / mean_size
+        weights = leverages = [1 / count] * count
         # The line would leave the amounts that are known, and may fall below 0.
-        is_outside = self.mean_size < size.min()
+        is_outside = self.mean_size < min(sizes)
         if count > 2 and squares and not by_ratio and not is_outside:
-            positive = mean / (size.mean() - size.min())  # at the smallest size
-            slope = min(max(0.0, distance @ found / squares), positive)
-            weight = weight + correction * distance / squares
-            leverage = leverage + distance**2 / squares
+            positive = mean / (mean_size - min(sizes))  # at the smallest size
+            slope = min(max(0.0, sum(map(mul, distances, amounts)) / squares), positive)
+            weights = [1 / count + correction * distance / squares for distance in distances]
+            leverages = [1 / count + distance**2 / squares for distance in distances]
         value = mean + slope * correction
-        unseen = max(0.0, 1 - size.sum() / (self.number.value * self.mean_size))
+        unseen = max(0.0, 1 - sum(sizes) / (self.number.value * self.mean_size))
         if count == 1 and unseen:
             return self.number.scaled(value, 0.0, math.inf)
-        residual = (found - mean - slope * distance) / np.maximum(0.1, 1 - leverage)
-        error = np.linalg.norm([*weight * residual, slope * self.size_error]) / value
+        errors = [slope * self.size_error]
+        for amount, distance, weight, leverage in zip(
+            amounts, distances, weights, leverages, strict=True
+        ):
+            residual = amount - mean - slope * distance
+            errors.append(weight * residual / max(0.1, 1 - leverage))
+        error = math.hypot(*errors) / value
         error *= math.sqrt(unseen)
         error *= 1 + 1 / max(1, count - 2)
         return self.number.scaled(

@@ -630,7 +630,7 @@ def test_answers_in_an_unknown_form_are_paid_for_twice_at_most(tmp_path, provide
     "errors, cause",
     [
         (None, "refused batch batch_2: it names no cause"),
-        ("no credit", "as a whole: no credit"),
+        ("no credit", "refused batch batch_2: no credit"),
         ([["no", 1]], r"\['no', 1\]"),
         ({"data": [{"code": 7, "message": "no credit"}]}, "'message': 'no credit'"),
     ],

@@ -179,7 +179,7 @@ _COMMAND = "from datatrove_ckpt.cli.main import main\ntry: main({})\nexcept Syst
         (_COMMAND.format(["run", "--help"]), _SLOW | _OF_OTHERS),
         (
             _COMMAND.format(["status", "checkpoints"]),
-            {"http.client", "datatrove", "aiohttp", "pyarrow"},
+            {"http.client", "datatrove", "aiohttp", "numpy", "pyarrow"},
         ),
         (
             "from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor",

@@ -248,7 +248,8 @@ def test_output_is_the_same_after_every_disk_error_and_what_was_written_is_kept(
         def attempt(folder):
             server.asked.clear()
             try:
-                run_job(folder, server, number)
+                # A disk that takes no recorded document stops no job.
+                run_job(folder, server, number, replay_check=False)
             finally:
                 assert not kept & server.asked, "re-requested answers that were on disk"
                 kept.clear()

@@ -75,8 +75,12 @@ def servers_digest(models: Mapping[str, InferenceConfig]) -> str:
     # The providers of ``endpoints`` have one model, whichever they are.
     servers = [(config.server_type, sorted(map(redact, config.urls))) for config in models.values()]
     # No part of a run's identity, because runs have begun without it.
-    flags = [dashed_names(config.model_kwargs) for config in models.values()]
-    caches = [of_model[name] for of_model in flags for name in _KV_CACHE if name in of_model]
+    caches = [
+        (model, flag, value)
+        for model, config in models.items()
+        for flag, value in sorted(dashed_names(config.model_kwargs).items())
+        if flag in _KV_CACHE
+    ]
     return digest(repr((sorted(answering.items()), servers, *caches)))
 
 

@@ -202,11 +202,12 @@ def test_settings_that_answer_no_row_are_not_kept(job, command):
     assert not [*Path("run/checkpoints").glob("sample-*/tuned.json")]
 
 
-def test_answers_of_another_kv_cache_are_not_those_of_the_run(job, command):
+@pytest.mark.parametrize("own", ["", ', "cache_type_v": "q4_0"'])
+def test_answers_of_another_kv_cache_are_not_those_of_the_run(job, command, own):
     job({1: (4, 0.0)}, 3)
-    other = '--model-kwargs={"server_script": "engine.py", "cache_type_k": "q4_0"}'
-    command("run", "job.yaml", "--sample=3", other)
-    command("run", "job.yaml")
+    flags = '--model-kwargs={"server_script": "engine.py"%s}'
+    command("run", "job.yaml", "--sample=3", flags % ', "cache_type_k": "q4_0"')
+    command("run", "job.yaml", flags % own)
     assert command.json("status", "run")["totals"]["work"]["sent"] == 3
 
 

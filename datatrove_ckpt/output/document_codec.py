@@ -184,7 +184,8 @@ def encode_finished(document: Document, key: str) -> bytes:
         and (text and document.id and results)  # JsonlWriter omits empty fields
         and isinstance(metadata, dict)
         and _NAMES.isdisjoint(metadata)  # which would replace them as columns
-        and document.media == []
+        and isinstance(document.media, list)
+        and not document.media
         and RESULTS.issuperset(map(type, results))
     )
     if not is_usual:

@@ -355,3 +355,11 @@ def test_json_lines_hold_pictures_beside_what_json_lacks(tmp_path):
     row = orjson.loads((tmp_path / "00000").read_bytes())
     assert [one["media_bytes"] for one in row["media"]] == ["/w==", None]
     assert row["metadata"]["inside"]["media_bytes"] == "AQ=="
+
+
+def test_media_that_are_no_list_are_refused_in_a_sentence():
+    result = InferenceResult(text="a", finish_reason="stop", usage={})
+    document = Document("text", "id", metadata={"rollout_results": [result]})
+    document.media = np.array([1, 2])
+    with pytest.raises(DocumentNotSerializable, match="'id' holds a value that cannot be kept"):
+        encode_finished(document, "rollout_results")

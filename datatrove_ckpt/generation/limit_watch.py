@@ -348,16 +348,15 @@ class LimitWatch:
     def look(self) -> None:
         """Stops the task if the run has reached a limit, unless the task has committed everything.
 
-        Called on the event loop, after each answer and at intervals.
+        Called on the event loop where a limit is set, after each answer and at intervals.
         """
-        if self.is_on:
-            totals = self.checkpoint.totals
-            if self._limits.of_usage and self.checkpoint.own.requests and not totals.tokens:
-                text = "cannot end this run: the server's answers have no usage. Set until."
-                self.shutdown.finish(ConfigError(text, setting=self._limits.of_usage))
-            reached = self._limits.reached(self.other_totals + totals, self.reader.seconds)
-            if reached is not None and not self.checkpoint.all_committed:
-                self.shutdown.finish(reached)
+        totals = self.checkpoint.totals
+        if self._limits.of_usage and self.checkpoint.own.requests and not totals.tokens:
+            text = "cannot end this run: the server's answers have no usage. Set until."
+            self.shutdown.finish(ConfigError(text, setting=self._limits.of_usage))
+        reached = self._limits.reached(self.other_totals + totals, self.reader.seconds)
+        if reached is not None and not self.checkpoint.all_committed:
+            self.shutdown.finish(reached)
 
     async def poll_until_reached(self) -> None:
         while True:

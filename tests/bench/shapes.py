@@ -1,18 +1,15 @@
 """Parquet in and out: ``python -m tests.bench.shapes [--rows 20000] [--rounds 3]``.
-Two million rows: ``--rows 2000000 --rounds 1 --shape plain --characters 100 --way 0 --way 2
---way 3 --way 5``.
+Two million rows: ``--rows 2000000 --rounds 1 --shape plain --characters 100``.
 
 Tables of two shapes (plain columns; and dates, decimals, nanoseconds, maps, binary, vectors) by each
-way, in turn, each time in a process of its own. Without a server: datatrove's reader and writer, ours,
-and a mixture. Runs with checkpoints, ours and datatrove's, with a rollout that sends no request, and
-with one that asks ``server_type: dummy``: each runner has a dummy server of its own. A bare loop
-reads, asks our dummy server and writes, without documents or checkpoints. Starts of servers count.
+way, in turn, each time in a process of its own. Without a run: datatrove's reader and writer, and
+ours. Runs with checkpoints: with a rollout that sends no request, and with one that asks
+``server_type: dummy``, whose start counts.
 
 Rows per second of wall time, CPU and peak memory of this process, and which columns came out with
-another type or other values. datatrove's dummy server answers a few hundred requests in a second.
+another type or other values.
 """
 
-import asyncio
 import datetime
 import json
 import os
@@ -26,11 +23,9 @@ from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
-import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from datatrove_ckpt.inference.servers.server import free_port
 from tests.bench.measure import ROOT, interleaved, median
 from tests.bench.systems import cpu_seconds, highest_memory
 from tests.bench.tables import markdown, parser
@@ -87,25 +82,18 @@ async def answer_itself(document, generate):
     return document.text[:20]
 
 
-def of_datatrove(folder, reader=None):
+def of_datatrove(folder):
     from datatrove.pipeline.readers import ParquetReader
     from datatrove.pipeline.writers import ParquetWriter
 
-    documents = (reader or ParquetReader)(str(folder / "input")).run()
+    documents = ParquetReader(str(folder / "input")).run()
     writer = ParquetWriter(str(folder / "output"), "${rank}.parquet", expand_metadata=True)
     for _ in writer.run(documents):
         pass
 
 
-def mixed(folder):
-    from datatrove_ckpt.readers import ParquetReader
-
-    of_datatrove(folder, ParquetReader)
-
-
 def ours(folder):
     """As a run reads rows and writes chunks, without what keeps them until their chunk is full."""
-    from datatrove_ckpt.checkpoint.journal import FinishedDocument
     from datatrove_ckpt.output.chunk_writing import ChunkWriter
     from datatrove_ckpt.output.document_codec import encode
     from datatrove_ckpt.output.file_managers import StagedFiles
@@ -116,10 +104,7 @@ def ours(folder):
     writing = ChunkWriter(writer, 0, FileNames(writer, 0))
     documents = ParquetReader(str(folder / "input")).run()
     for index in count():
-        chunk = [
-            FinishedDocument(ordinal, "written", "", encode(document))
-            for ordinal, document in enumerate(islice(documents, CHUNK))
-        ]
+        chunk = [*enumerate(map(encode, islice(documents, CHUNK)))]
         if not chunk:
             return
         writing.write(StagedFiles(folder / "output", writer.output_mg), index, chunk)
@@ -131,88 +116,27 @@ def writer_to(folder):
     return ParquetWriter(str(folder / "output"), "${chunk_index}.parquet", expand_metadata=True)
 
 
-def run_step(folder, rollout, config_class, runner_class, reader):
-    config = config_class(
-        server_type="dummy", model_name_or_path="m", max_concurrent_generations=AT_ONCE
-    )
+def run(folder, rollout=answer_itself):
+    from datatrove_ckpt import InferenceConfig, InferenceRunner
+    from datatrove_ckpt.readers import ParquetReader
+
+    config = InferenceConfig("dummy", "m", max_concurrent_generations=AT_ONCE)
     checkpoints = str(folder / "checkpoints")
-    step = runner_class(
+    step = InferenceRunner(
         rollout,
         config,
         writer_to(folder),
         checkpoints_local_dir=checkpoints,
         records_per_chunk=CHUNK,
     )
-    step.run(reader(str(folder / "input")).run())
-
-
-def run(folder, rollout=answer_itself):
-    from datatrove_ckpt import InferenceConfig, InferenceRunner
-    from datatrove_ckpt.readers import ParquetReader
-
-    run_step(folder, rollout, InferenceConfig, InferenceRunner, ParquetReader)
-
-
-def run_of_datatrove(folder, rollout=answer_itself):
-    from datatrove.pipeline.inference.run_inference import InferenceConfig, InferenceRunner
-    from datatrove.pipeline.readers import ParquetReader
-
-    run_step(folder, rollout, InferenceConfig, InferenceRunner, ParquetReader)
-
-
-def bare(folder):
-    port = free_port()
-    command = [sys.executable, "-m", "datatrove_ckpt.inference.servers.dummy", "--port", str(port)]
-    with subprocess.Popen(command) as server:
-        try:
-            asyncio.run(ask_all(folder, f"http://127.0.0.1:{port}/v1/chat/completions"))
-        finally:
-            server.terminate()
-
-
-async def ask_all(folder, url):
-    import aiohttp
-
-    async def answer(session, rows):
-        for row in rows:
-            messages = [{"role": "user", "content": row["text"]}]
-            async with session.post(url, json={"model": "m", "messages": messages}) as response:
-                found = await response.json(loads=orjson.loads)
-                row["answer"] = found["choices"][0]["message"]["content"]
-
-    (folder / "output").mkdir()
-    async with aiohttp.ClientSession() as session:
-        async with asyncio.timeout(60):
-            while not await is_ready(session, url):
-                await asyncio.sleep(0.01)
-        for file in sorted((folder / "input").glob("*.parquet")):
-            for index, batch in enumerate(pq.ParquetFile(file).iter_batches(CHUNK)):
-                rows = batch.to_pylist()
-                left = iter(rows)
-                await asyncio.gather(*(answer(session, left) for _ in range(AT_ONCE)))
-                pq.write_table(
-                    pa.Table.from_pylist(rows),
-                    folder / "output" / f"{file.stem}-{index}.parquet",
-                )
-
-
-async def is_ready(session, url):
-    try:
-        async with session.get(url.replace("chat/completions", "models")) as response:
-            return response.status == 200
-    except OSError:
-        return False
+    step.run(ParquetReader(str(folder / "input")).run())
 
 
 WAYS = {
     "datatrove's reader and writer": of_datatrove,
-    "our reader, datatrove's writer": mixed,
     "our reader and writer": ours,
     "a run without requests": run,
-    "datatrove's run without requests": run_of_datatrove,
     "a run with `server_type: dummy`": partial(run, rollout=ask),
-    "datatrove's run with `server_type: dummy`": partial(run_of_datatrove, rollout=ask),
-    "a bare loop at our dummy server": bare,
 }
 
 
@@ -278,7 +202,7 @@ def main():
                     given.rows / median(results, "seconds"),
                     median(results, "cpu") / given.rows * 1e6,
                 )
-                other = ", ".join(results[0]["altered_values"])
+                other = ", ".join(results[0]["changed"])
                 lines.append([shape, way, rate, micros, median(results, "mib"), other])
     print(markdown(["shape", "way", "rows/s", "us CPU/row", "MiB", "changed"], lines))
 

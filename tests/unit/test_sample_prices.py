@@ -5,6 +5,7 @@ import json
 import tracemalloc
 from types import SimpleNamespace
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,7 +16,6 @@ from datatrove_ckpt.readers.csv_rows import CSVReader
 from datatrove_ckpt.run_folder import counted_input
 from datatrove_ckpt.run_folder.counted_input import count_input
 from datatrove_ckpt.run_folder.estimate import Estimate, Population
-from tests.bench.sample_prices import UNEVEN, priced
 
 SORTED = [{"id": str(row), "text": "x" * (1 + row // 2)} for row in range(500)]
 
@@ -32,8 +32,31 @@ def write_lines(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_of_twenty_uneven_jobs_eighteen_cost_what_their_samples_say():
-    jobs = [priced(UNEVEN[seed % 3], seed) for seed in range(20)]
+def lengths(seed, random, rows):
+    """Of rows sorted by length, of lognormal ones, of files of unlike rows."""
+    if seed % 3 == 0:
+        return np.sort(np.ceil(random.lognormal(4, 1, rows)).astype(int))
+    if seed % 3 == 1:
+        return np.ceil(random.lognormal(4, 0.8, rows)).astype(int)
+    return np.repeat([20, 60, 200, 600], rows // 4) + random.integers(0, 20, rows)
+
+
+def priced(folder, seed, rows=2000):
+    """The true cost of a job with simulated answers, and the estimate of a sample."""
+    random = np.random.default_rng(seed)
+    sizes = lengths(seed, random, rows)
+    paid = sizes / 4 + 4 * random.lognormal(3, random.choice([0.3, 0.6, 0.8]), rows)
+    for number, part in enumerate(np.split(np.arange(rows), 4)):
+        lines = [{"id": str(row), "text": "x" * int(sizes[row])} for row in part]
+        write_lines(folder / f"{number}.jsonl", lines)
+    steps = runner(JsonlReader(str(folder), text_key=None), int(random.integers(1, 5)))
+    documents, whole = count_input(steps, 50)
+    sent = [paid[int(document.id)] for document in documents]
+    return paid.sum(), whole.total(sent, [document.size for document in documents])
+
+
+def test_of_twenty_uneven_jobs_eighteen_cost_what_their_samples_say(tmp_path):
+    jobs = [priced(tmp_path, seed) for seed in range(20)]
     assert sum(found.low <= truth <= found.high for truth, found in jobs) >= 18
     assert max(found.high / found.low for _, found in jobs) <= 2
 

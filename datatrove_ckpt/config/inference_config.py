@@ -517,6 +517,7 @@ class InferenceConfig:
 
 
 _MOST_TEXTS = 10_000
+KV_CACHE_FLAGS = frozenset({"kv-cache-dtype", "cache-type-k", "cache-type-v"})
 # Requests at each server under ``max_concurrent_generations: auto``: at first, and at most without
 # metrics, which is datatrove's default.
 FIRST_LIMIT = 16
@@ -766,7 +767,7 @@ class Engine:
     continuing_flag: ClassVar[str] = ""
     memory_share: ClassVar[float] = 0.0
     tuning: ClassVar[tuple[Kwargs, ...]] = ()
-    answering_flags: ClassVar[frozenset[str]] = frozenset(
+    answering_flags: ClassVar[frozenset[str]] = KV_CACHE_FLAGS | frozenset(
         {
             "chat-template",
             "convert",

@@ -20,7 +20,7 @@ from datatrove_ckpt.checkpoint.identity import (
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.config.inference_config import Engine, dashed_names
+from datatrove_ckpt.config.inference_config import KV_CACHE_FLAGS, Engine, dashed_names
 from datatrove_ckpt.config.templates import BARE
 from datatrove_ckpt.output.file_names import writer_name
 from datatrove_ckpt.user_code.code_identity import CodeIdentity
@@ -30,7 +30,6 @@ from datatrove_ckpt.user_code.statements import digest
 _OTHER_NAME = (
     "an endpoint names a model that is new to the run; set it only if it is the same model"
 )
-_KV_CACHE = ("kv-cache-dtype", "cache-type-k", "cache-type-v")
 CHAT_TEXTS = "rollout_fn.chat_texts"
 """The field of runs that send a chat, as JSON in ``prompt_column``, as a chat."""
 
@@ -59,6 +58,10 @@ def run_identity(
     notes[ENDPOINT_MODELS] = _OTHER_NAME
     fields: JsonObject = {"identity_version": code.version}
     fields |= _fields_of_models(models) | code.fields | output
+    for name, flags in fields.items():
+        is_new = without_model(name) == "model_kwargs" and KV_CACHE_FLAGS & {*flags}
+        if is_new and not KV_CACHE_FLAGS & {*recorded.get(name, ())}:
+            notes[name] = "before, types of the KV cache were not recorded; they change answers"
     # The run's answers may come from endpoints that are no longer in the list.
     for name, models_before in recorded.items():
         if without_model(name) == ENDPOINT_MODELS:
@@ -74,14 +77,7 @@ def servers_digest(models: Mapping[str, InferenceConfig]) -> str:
     answering = {name: value for name, value in of_models.items() if affects_answers(name)}
     # The providers of ``endpoints`` have one model, whichever they are.
     servers = [(config.server_type, sorted(map(redact, config.urls))) for config in models.values()]
-    # No part of a run's identity, because runs have begun without it.
-    caches = [
-        (model, flag, value)
-        for model, config in models.items()
-        for flag, value in sorted(dashed_names(config.model_kwargs).items())
-        if flag in _KV_CACHE
-    ]
-    return digest(repr((sorted(answering.items()), servers, *caches)))
+    return digest(repr((sorted(answering.items()), servers)))
 
 
 def sent_chats_as_texts(recorded: JsonObject) -> bool:

@@ -51,10 +51,10 @@ def test_rows_that_share_a_document_go_to_one_server(share_of_ideal):
 
 
 def test_shuffled_rows_wait_for_the_server_that_has_their_document(share_of_ideal):
-    rows = shared(48, each=6, prompt=1000, answer=10, shuffled=True)
-    job = Job(4, rows, one_call, ENGINE)
-    # On a busy machine, one run in twenty has another order of rows.
-    assert any(share_of_ideal(job)[0] >= 1.8 for _ in range(3))
+    job = Job(4, shared(48, each=24, prompt=1000, answer=10, shuffled=True), one_call, ENGINE)
+    share, ours = share_of_ideal(job)
+    assert share >= 3  # 1.0, if they do not wait; which rows are read first moves it by 0.2
+    assert ours["cached"] >= 0.85
 
 
 def test_new_documents_push_no_open_document_out_of_the_cache(share_of_ideal):

@@ -43,6 +43,7 @@ class Run:
     chunk: int = 1000
     watch_loop: bool = False
     count_bytecodes: bool = False
+    replay_check: bool = True
 
 
 async def ask(document, generate):
@@ -81,12 +82,16 @@ def _config(run):
 
 def _step(run, runner, config, readers):
     reader = readers.JsonlReader(run.source)
+    settings = {}
+    if not run.replay_check:  # datatrove's runner and older commits have no such setting
+        settings["replay_check"] = False
     step = runner(
         ask,
         config,
         _writer(run),
         checkpoints_local_dir=run.checkpoints,
         records_per_chunk=run.chunk,
+        **settings,
     )
     return lambda: step.run(reader.run())
 

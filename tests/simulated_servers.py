@@ -112,6 +112,8 @@ class SimulatedServer:
             "num_preemptions_total": self.engine.preemptions,
             "prompt_tokens_total": self.engine.prompt_tokens,
             "generation_tokens_total": self.engine.answer_tokens,
+            "prefix_cache_queries_total": self.prompt_tokens,
+            "prefix_cache_hits_total": self.cached_tokens,
         }
         lines = [
             f'vllm:{name}{{engine="0",model_name="m"}} {value}\n' for name, value in names.items()

@@ -173,6 +173,8 @@ class WorkCounts(Counts):
         cost: cost of the answers at the ``prices`` of the config, in billionths
         continued: half-written answers that went on after a stop, or after their server's death
         continued_tokens: tokens of these answers that were not generated again
+        prefix_queries: tokens that engines looked up in their prefix caches
+        prefix_hits: tokens that they found there
         errors: failed attempts by kind, such as "timeout", "connection" or "HTTP 503"
         tiers: answers by the ``service_tier`` that the server names
         endpoints: answers by the endpoint that gave them, if the config has ``endpoints``
@@ -212,6 +214,8 @@ class WorkCounts(Counts):
         "continued_tokens_total",
         "continued: {run.at_least}{:,} of their tokens not generated again",
     )
+    prefix_queries: int = 0
+    prefix_hits: int = 0
     errors: Counter[str] = labelled("err", "request_errors_total")
     tiers: Counter[str] = labelled("tier")
     endpoints: Counter[str] = labelled("by")

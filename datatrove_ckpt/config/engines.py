@@ -61,6 +61,8 @@ class Vllm(Engine):
         ("vllm:generation_tokens_total", "vllm:prompt_tokens_total"),
         "vllm:kv_cache_usage_perc",
         "vllm:cache_config_info",
+        "vllm:prefix_cache_queries_total",
+        "vllm:prefix_cache_hits_total",
     )
     # vLLM then converts a model that generates by itself.
     task_flags: ClassVar = {"embed": {"runner": "pooling"}, "classify": {"runner": "pooling"}}

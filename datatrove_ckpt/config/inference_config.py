@@ -680,6 +680,8 @@ class MetricNames(NamedTuple):
         tokens: counters that grow while the engine works, also at a long prompt.
         cache_usage: used share of the KV cache; "" if the engine does not show it.
         cache_config: labels with the size of the KV cache, or "".
+        prefix_queries, prefix_hits: counters of the tokens that the engine looked up in its prefix
+            cache, and of those that it found there, or "".
     """
 
     running: str
@@ -687,11 +689,14 @@ class MetricNames(NamedTuple):
     tokens: tuple[str, ...]
     cache_usage: str = ""
     cache_config: str = ""
+    prefix_queries: str = ""
+    prefix_hits: str = ""
 
     @property
     def shown(self) -> list[str]:
         gauges = (self.running, self.waiting, self.cache_usage, self.cache_config)
-        return [name for name in (*gauges, *self.tokens) if name]
+        counters = (*self.tokens, self.prefix_queries, self.prefix_hits)
+        return [name for name in (*gauges, *counters) if name]
 
     def are_in(self, page: str) -> bool:
         """Returns whether a page has these names. A router of servers shows only a part."""

@@ -65,6 +65,7 @@ from datatrove_ckpt.readers.inputs import (
     refuse_pointers,
 )
 from datatrove_ckpt.run_folder.finding import (
+    SORTING,
     Finding,
     FindingState,
     RemoteFailed,
@@ -898,9 +899,7 @@ def check_prompts(prompts: Sequence[str], servers: int) -> Iterator[Finding]:
         text = (
             f"{apart:,} of the first {number:,} prompts share {shared // apart:,} characters with "
             f"an earlier prompt, {rows // apart:,} rows before (averages), which a prefix cache "
-            "may have lost by then. Sort the input before the run begins, so that rows with the "
-            "same text are neighbours. In the short form, for FILE and the COLUMN that prompts "
-            "begin with: input: {sql: \"select * from 'FILE' order by COLUMN\"}"
+            f"may have lost by then. {SORTING}"
         )
         yield Finding("warning", "order", text)
 

@@ -8,13 +8,15 @@ from datatrove_ckpt.checkpoint.batch_log import Batch, read_batches
 from datatrove_ckpt.checkpoint.layout import BATCHES
 from datatrove_ckpt.checkpoint.rank_summary import describe_chunk, most_common_causes
 from datatrove_ckpt.common import BATCH
-from datatrove_ckpt.common.counts import DocumentCounts
+from datatrove_ckpt.common.counts import DocumentCounts, WorkCounts
 from datatrove_ckpt.common.formatting import duration, figure, percent, plural, ranges, short
 from datatrove_ckpt.run_folder.estimate import estimate
+from datatrove_ckpt.run_folder.finding import SORTING
 from datatrove_ckpt.run_folder.run_state import RankState, RankStatus, RunState, Totals
 
 _MAX_CAUSES = 5
 _MAX_WORKERS = 20
+_LEAST_SHARED = 0.1
 
 
 def status_lines(state: RunState) -> Iterator[tuple[str, str]]:
@@ -32,6 +34,7 @@ def _all_lines(state: RunState) -> Iterator[tuple[str, str]]:
     if sampled.work.requests:
         text = f"{sampled.at_least}{counted(sampled.work.requests, 'request')}"
         yield "samples", ", ".join(filter(None, [text, sampled.paid]))
+    yield "prefix cache", _prefix_cache(totals.work, sampled.work)
     yield "answers", f"{_answers(done)}{done.bad_answers}".strip()
     yield "skipped", totals.skipped.text
     if done.dead > 0:
@@ -195,6 +198,20 @@ def _documents(state: RunState, totals: Totals) -> str:
             more = f"about {more}"
         text = f"{text}, {more}"
     return text
+
+
+def _prefix_cache(run: WorkCounts, samples: WorkCounts) -> str:
+    """Says that the engines find at most half as much of the prompts as in samples, if so."""
+    if not 0 < samples.prefix_queries <= run.prefix_queries:
+        return ""
+    share = run.prefix_hits / run.prefix_queries
+    in_samples = samples.prefix_hits / samples.prefix_queries
+    if share > in_samples / 2 or in_samples < _LEAST_SHARED:
+        return ""
+    return (
+        f"gave {percent(share)} of the prompts' tokens, and {percent(in_samples)} in samples. "
+        f"{SORTING}"
+    )
 
 
 def _answers(done: DocumentCounts) -> str:

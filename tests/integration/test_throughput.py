@@ -5,10 +5,14 @@ The ideal has all requests in the engines' queues from the start, so it forgets 
 can keep: several of these shares are far above 1.
 """
 
+import re
 import time
 
 import pytest
 
+from datatrove_ckpt.run_folder.run_location import RunLocation
+from datatrove_ckpt.run_folder.run_state import read_run_state
+from datatrove_ckpt.run_folder.status_text import status_lines
 from tests.bench.throughput_jobs import Job, Kills, calls, in_sequence, one_call, shared
 from tests.bench.throughput_kills import MOST_TWICE
 from tests.bench.throughput_run import killed, run
@@ -55,6 +59,27 @@ def test_shuffled_rows_wait_for_the_server_that_has_their_document(share_of_idea
     share, ours = share_of_ideal(job)
     assert share >= 3  # 1.0, if they do not wait; which rows are read first moves it by 0.2
     assert ours["cached"] >= 0.85
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_status_says_that_caches_lose_what_they_had_in_the_sample(
+    tmp_path, monkeypatch, share_of_ideal, shuffled
+):
+    checkpoints = tmp_path / "run/checkpoints"
+    for folder, documents in (("sample", 2), ("run", 20)):
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        rows = shared(documents, each=10, prompt=3000, answer=60, shuffled=shuffled)
+        run(Job(1, rows, one_call, ENGINE), "ours", seed=1)
+    (tmp_path / "sample/checkpoints").rename(checkpoints / "sample-00001")
+    said = dict(status_lines(read_run_state(RunLocation("", checkpoints, []))))
+    assert ("prefix cache" in said) == shuffled
+    if shuffled:
+        assert re.match(
+            r"gave \d+(\.\d)? % of the prompts' tokens, and \d\d(\.\d)? % in samples\. Sort the input "
+            r".*input: \{sql: \"select \* from 'FILE' order by COLUMN\"\}",
+            said["prefix cache"],
+        )
 
 
 def test_new_documents_push_no_open_document_out_of_the_cache(share_of_ideal):

@@ -112,6 +112,8 @@ class Metrics:
     tokens: float
     cache_usage: float = 0.0
     cache_tokens: int = 0
+    prefix_queries: float = 0.0
+    prefix_hits: float = 0.0
 
 
 _RANK = re.compile(r'[{,](?:engine|dp_rank)="([^"]*)"')
@@ -157,6 +159,8 @@ def parse_metrics(names: MetricNames, text: str, rank: str = "") -> Metrics | No
         sum(sums[name] for name in names.tokens),
         usage,
         cache_tokens,
+        sums[names.prefix_queries],
+        sums[names.prefix_hits],
     )
 
 
@@ -307,6 +311,7 @@ async def adapt_admission(
     admissions = [Admission(rank.limit, rank.answers) for rank in target.ranks]
     read_at = time.monotonic()
     tokens: float | None = None
+    queries = hits = math.inf
     falls = 0
     reason = "shows no metrics at /metrics"
     while True:
@@ -321,6 +326,12 @@ async def adapt_admission(
             if falls == 2:
                 reason = "shows the metrics of several servers in turn, as a load balancer does"
                 break
+            known = queries, hits
+            queries = sum(metrics.prefix_queries for metrics in all_metrics)
+            hits = sum(metrics.prefix_hits for metrics in all_metrics)
+            for sender in router.senders[:1]:
+                sender.work.prefix_queries += int(max(0.0, queries - known[0]))
+                sender.work.prefix_hits += int(max(0.0, hits - known[1]))
             for rank, admission, metrics in zip(target.ranks, admissions, all_metrics, strict=True):
                 admission.update(metrics, rank.in_flight, rank.answers)
                 rank.limit = admission.limit

@@ -607,9 +607,6 @@ def track() -> None:
 
     (WHAT)
 
-    WHAT may also be the folder of TrainingCheckpoints: its loss curve is sent by the step, until no
-    process saves there.
-
     Start it beside the run, once that has begun, on any machine that sees the folder or the mirror.
     It sends the sums of `status --json` each minute. Started again, it continues the same run
     there. Keys come from the environment.

@@ -1,5 +1,4 @@
-"""``datatrove-ckpt track``: sends what a job does to MLflow, until no task is at work: the sums of
-a run, as ``status --json`` has them, or the loss curve of a training.
+"""``datatrove-ckpt track``: sends the sums of a run to MLflow, until no task is at work.
 
 All attempts of a job find their run there again, by the job's id. MLflow gives a run its own id, so
 the job's is a tag.
@@ -9,11 +8,10 @@ import argparse
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import orjson
 import xxhash
@@ -26,8 +24,6 @@ from datatrove_ckpt.config.monitoring import name_of_folder
 from datatrove_ckpt.errors import CkptError, ConfigError, StorageFailed
 from datatrove_ckpt.run_folder.run_location import RunLocation
 from datatrove_ckpt.run_folder.run_state import read_run_state, to_json, wanted_files
-from datatrove_ckpt.torch.step_folder import is_training
-from datatrove_ckpt.torch.training_history import MetricsRow, read_training
 
 _SENDING_SECONDS = 60.0
 _JOB_TAG = "datatrove_ckpt.job"
@@ -36,9 +32,6 @@ _MAX_NAME = 250
 _MAX_VALUE = 500  # characters: the shortest limit of MLflow's stores
 IDLE_LOOKS = 3
 _AT_ONCE = 100
-
-Point = tuple[float, dict[str, float], int | None]
-"""Unix seconds, values, and the step of a training; None: the values are sums of a job."""
 
 
 def flat(value: object, name: str = "") -> Iterator[tuple[str, object]]:
@@ -100,11 +93,10 @@ class MlflowRun:
         for start in range(0, len(new), _AT_ONCE):
             self._client.log_batch(self._id, params=new[start : start + _AT_ONCE])
 
-    def send(self, at: float, values: dict[str, float], step: int | None) -> None:
+    def send(self, at: float, values: dict[str, float]) -> None:
         from mlflow.entities import Metric
 
-        if step is None:
-            step = max(0, int(at - self._started))
+        step = max(0, int(at - self._started))
         self._client.log_batch(
             self._id, [Metric(name, value, int(1000 * at), step) for name, value in values.items()]
         )
@@ -115,31 +107,29 @@ class MlflowRun:
 
 
 @dataclass
-class Tracker:
-    """Sends the numbers of one job, until no more are to come.
+class RunTracker:
+    """Sends the numbers of one run, until it is finished, or no rank was at work at several polls.
+
+    The numbers are sums, so numbers that the service misses are no loss.
 
     Attributes:
         is_over: no more is to come, and all is sent.
     """
 
     service: Callable[[TrackedJob], MlflowRun]
+    place: RunLocation
     name: str | None = None
     is_over: bool = False
     idle_looks: int = 0
     _run: MlflowRun | None = None
 
-    def look(self) -> tuple[TrackedJob, Iterable[Point], str]:
-        """Reads the job, its new numbers, and its status."""
-        raise NotImplementedError
-
     def work(self) -> str:
         """Sends the new numbers. Returns the reason if the service lacks some, else ""."""
         try:
-            job, points, status = self.look()
+            job, at, values, status = self.look()
             run = self._run or self.service(job)
             self._run = run
-            for at, values, step in points:
-                run.send(at, values, step)
+            run.send(at, values)
             if status != "RUNNING":
                 run.end(status)
                 self.is_over = True
@@ -149,16 +139,8 @@ class Tracker:
             return f"{type(error).__name__}: {error}"
         return ""
 
-
-@dataclass
-class RunTracker(Tracker):
-    """Sends the numbers of one run, until it is finished, or no rank was at work at several polls.
-    The numbers are sums, so numbers that the service misses are no loss.
-    """
-
-    place: RunLocation = field(kw_only=True)
-
-    def look(self) -> tuple[TrackedJob, Iterable[Point], str]:
+    def look(self) -> tuple[TrackedJob, float, dict[str, float], str]:
+        """Reads the job, the time of its numbers (Unix seconds), the numbers, and its status."""
         with suppress(StorageFailed):
             self.place.refresh()
         state = read_run_state(self.place)
@@ -198,51 +180,7 @@ class RunTracker(Tracker):
         values = {
             key: float(total) for key, total in flat(totals) if isinstance(total, int | float)
         }
-        return job, [(at, values, None)], status
-
-
-_UNKNOWN_SECONDS = 3600.0  # between saves, if only one save is kept
-_INTERVALS = 2  # between saves: a training restarts, and makes the steps to its next save
-
-
-@dataclass
-class TrainingTracker(Tracker):
-    """Sends the loss curve of a training: each step once, and again after a rollback. It ends when
-    no process saves into the folder, at several polls and for longer than between the newest saves:
-    a restarted training has not saved yet.
-    """
-
-    folder: Path = field(kw_only=True)
-    _sent: list[MetricsRow] = field(default_factory=list)
-
-    def look(self) -> tuple[TrackedJob, Iterable[Point], str]:
-        state = read_training(self.folder, full=False)
-        path = str(self.folder.absolute())
-        times = sorted(step.at for step in state.steps if step.at)
-        started = min(times, default=time.time())
-        name = self.name or self.folder.absolute().name
-        identity = xxhash.xxh3_128_hexdigest(path.encode())
-        job = TrackedJob(identity, name, started, {"folder": path})
-        self.idle_looks += 1
-        if state.writer:
-            self.idle_looks = 0
-        status = "RUNNING"
-        if self.idle_looks >= IDLE_LOOKS:
-            interval = _UNKNOWN_SECONDS
-            if len(times) > 1:
-                interval = times[-1] - times[-2]
-            # An active training would have saved since.
-            if not times or time.time() - times[-1] > _INTERVALS * interval:
-                status = "FINISHED"
-        return job, self._new_points(state.curve), status
-
-    def _new_points(self, curve: Sequence[MetricsRow]) -> Iterator[Point]:
-        """A step counts as sent when the next point is requested."""
-        for number, (step, metrics) in enumerate(curve):
-            if self._sent[number : number + 1] != [(step, metrics)]:
-                numbers = {key: value for key, value in metrics.items() if value is not None}
-                yield time.time(), numbers, step
-                self._sent[number:] = [(step, metrics)]
+        return job, at, values, status
 
 
 def track(arguments: argparse.Namespace) -> int:
@@ -255,24 +193,16 @@ def track(arguments: argparse.Namespace) -> int:
             "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment."
         )
     service = partial(MlflowRun, uri=arguments.mlflow, experiment=arguments.experiment)
-    if is_training(arguments.what):
-        folder = Path(arguments.what)
-        _send(TrainingTracker(service, arguments.name_of_run, folder=folder))
-        say("All is sent, and no training saves there.")
-        return 0
     with open_run(arguments, wanted_files) as location:
-        _send(RunTracker(service, arguments.name_of_run, place=location))
+        tracker = RunTracker(service, location, arguments.name_of_run)
+        printed = ""
+        while True:
+            problem = tracker.work()
+            if problem != printed:
+                say(problem or "up to date again")
+            printed = problem
+            if tracker.is_over:
+                break
+            time.sleep(_SENDING_SECONDS)
     say("All is sent, and no task is at work.")
     return 0
-
-
-def _send(tracker: Tracker) -> None:
-    printed = ""
-    while True:
-        problem = tracker.work()
-        if problem != printed:
-            say(problem or "up to date again")
-        printed = problem
-        if tracker.is_over:
-            return
-        time.sleep(_SENDING_SECONDS)

@@ -12,7 +12,7 @@ import threading
 import time
 from argparse import Namespace
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.cli import track
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
 from datatrove_ckpt.torch import (
     Best,
@@ -365,45 +364,6 @@ def test_the_loop_writes_no_curve_but_each_ten_minutes(tmp_path, monkeypatch):
         saved.log(3, loss=2.0)
         saved.log(4, loss=math.nan)
     assert curve_of(tmp_path) == [*expected, ["3", "2.0", ""], ["4", "nan", ""]]
-
-
-def test_the_curve_goes_to_a_tracker_once_and_again_from_where_the_training_went_back(
-    tmp_path, monkeypatch
-):
-    sent = []
-    ends = []
-    away = [2]
-
-    def send(at, values, step):
-        if len(sent) in away:
-            away.clear()
-            raise OSError("away")
-        sent.append((step, values))
-
-    run = SimpleNamespace(send=send, end=ends.append)
-    tracker = track.TrainingTracker(lambda job: run, folder=filled(tmp_path))
-    expected = [(step, {"loss": loss}) for step, loss in LOSSES.items()]
-    assert tracker.work() == "OSError: away"
-    assert sent == expected[:2]
-    assert tracker.work() == ""
-    assert sent == expected
-    assert not tracker.is_over
-    with opened(tmp_path) as saved:
-        saved.rollback(to=30, model=model_of(0))
-        saved.save(40, model=model_of(0), metrics={"loss": 0.5})
-        tracker.work()  # while it saves
-    assert sent == [*expected, (40, {"loss": 0.5})]
-    now = time.time()
-    # The last two saves were four hours apart: it may have started again.
-    state = read_training(tmp_path, full=False)
-    steps = [replace(state.steps[-2], at=now - 4 * 3600.0), replace(state.steps[-1], at=now)]
-    monkeypatch.setattr(track, "read_training", lambda *_, **__: replace(state, steps=steps))
-    for hours, end in ((1, []), (1, []), (1, []), (9, ["FINISHED"])):
-        clock = SimpleNamespace(time=lambda hours=hours: now + hours * 3600.0)
-        monkeypatch.setattr(track, "time", clock)
-        tracker.work()
-        assert ends == end
-    assert tracker.is_over
 
 
 # commands ----------------------------------------------------------------------------------------

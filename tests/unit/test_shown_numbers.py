@@ -66,8 +66,8 @@ def test_what_is_shown_of_a_run(place, request, monkeypatch):
     tables = re.sub("<style>.*?</style>|<svg.*?</svg>", "", page, flags=re.DOTALL)
     hold("numbers", f"report: {name}", f"{xxhash.xxh3_64_hexdigest(page.encode())}\n{tables}")
     monkeypatch.setattr(time, "time", lambda: NOW)
-    job, ((at, values, step),), status = RunTracker(lambda job: None, place=place).look()
-    sent = [f"{job.parameters}", f"{at} {step} {status}"]
+    job, at, values, status = RunTracker(lambda job: None, place=place).look()
+    sent = [f"{job.parameters}", f"{at} {status}"]
     hold("numbers", f"MLflow: {name}", "\n".join(sent + [f"{one} {values[one]}" for one in values]))
 
 

@@ -17,7 +17,7 @@ class Run:
         self.broken = False
         self.ends = []
 
-    def send(self, at, values, step):
+    def send(self, at, values):
         if self.broken:
             raise ConnectionError("no network")
         self.points.append((at, values))

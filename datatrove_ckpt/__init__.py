@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from datatrove_ckpt.rollouts import InferenceResult as InferenceResult
     from datatrove_ckpt.run_folder.preflight import doctor as doctor
     from datatrove_ckpt.runner import InferenceRunner as InferenceRunner
-    from datatrove_ckpt.torch.policies import daly as daly
-    from datatrove_ckpt.torch.policies import efficiency as efficiency
-    from datatrove_ckpt.torch.policies import young as young
 
 _TYPES = "datatrove.pipeline.inference.types"
 _MODULES = {
@@ -53,7 +50,6 @@ _MODULES = {
     "ServerError": _TYPES,
     "SlurmPipelineExecutor": f"{__name__}.executors.slurm",
     "run": "datatrove_ckpt.cli.python_job",
-    **dict.fromkeys(("daly", "efficiency", "young"), f"{__name__}.torch.policies"),
     "doctor": f"{__name__}.run_folder.preflight",
 }
 

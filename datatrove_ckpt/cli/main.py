@@ -99,11 +99,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     arguments.overrides = overrides
     arguments.command = ["datatrove-ckpt", *typed]
-    location = getattr(arguments, "what", None) or getattr(arguments, "config", None)
     name = arguments.module
     with written_in(""):
         try:
-            if arguments.name in _OF_TRAININGS and is_training(location):
+            if arguments.name in _OF_TRAININGS and is_training(arguments.what):
                 name = "training"
             with gc_paused():
                 module = import_module(f"datatrove_ckpt.cli.{name}")
@@ -224,15 +223,6 @@ def _count(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{text!r} is no number of documents, such as 8")
 
 
-def parse_time(text: str) -> float:
-    seconds = formatting.seconds_of(text)
-    if not seconds:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a duration; give a number with s, m, h or d, such as 6h"
-        )
-    return seconds
-
-
 def _argument(metavar: str, help: str, *names: str, **options: object) -> _Argument:
     return names or (metavar.lower(),), {"metavar": metavar, "help": help, **options}
 
@@ -252,7 +242,7 @@ _STEP = _argument("NAME", "of a run with steps: which of them; default: the last
 
 
 _COMMANDS: list[tuple[str, str, str, tuple[_Argument, ...]]] = []
-_OF_TRAININGS = ("status", "show", "verify", "doctor", "report")
+_OF_TRAININGS = ("status", "show", "verify")
 """Commands that also take the folder of a training's checkpoints."""
 
 
@@ -398,9 +388,6 @@ def doctor() -> None:
     examples:
       datatrove-ckpt doctor configs/quickstart.yaml
 
-    CONFIG may also be the folder of TrainingCheckpoints: is a step whole, is there room for the
-    next step?
-
     Run it where the job will run: on the same node, as the same user, in the same container. Each
     line is one check and what to do: warning (continue if this is what you want) or problem (the
     run would fail, or could lose work). Problems come last; --all also prints the checks that are
@@ -414,37 +401,6 @@ def doctor() -> None:
       2  a mistake in CONFIG or on the command line
 
     (OVERRIDES)
-    """
-
-
-@_command(
-    "training",
-    _argument("FOLDER", "of a training, with history.jsonl", nargs="?"),
-    _JSON,
-    _argument(
-        "TIME", "mean time between two losses, such as 90m, 6h or 2d", "--mtbf", type=parse_time
-    ),
-    _argument(
-        "TIME",
-        "how long a save stops the training, such as 140s",
-        "--save-cost",
-        type=parse_time,
-    ),
-)
-def plan() -> None:
-    """Print how often a training should save.
-
-    examples:
-      datatrove-ckpt plan --save-cost 140s --mtbf 6h
-
-    It prints the best interval by Young (1974) and by Daly (2006), and the share of all time that
-    is lost at Daly's. The history of a training (history.jsonl in FOLDER) has the cost of its
-    saves, and from 3 restarts on the mean time between two losses, waits included. A flag goes
-    before it.
-
-    exit codes:
-      0  the intervals are printed
-      2  a mistake in FOLDER or on the command line
     """
 
 

@@ -1,6 +1,4 @@
-"""``status``, ``show``, ``report``, ``verify`` and ``doctor`` of a training's checkpoints; and
-``plan``: how often a training should save, and how much time is lost then.
-"""
+"""``status``, ``show`` and ``verify`` of a training's checkpoints."""
 
 import argparse
 import math
@@ -9,18 +7,11 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
-from statistics import median
 
-from datatrove_ckpt.cli.printing import say, say_result, write_page
+from datatrove_ckpt.cli.printing import say, say_result
 from datatrove_ckpt.common.formatting import byte_size, duration, figure, plural, plural_or_no
-from datatrove_ckpt.config.monitoring import name_of_folder
-from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.run_folder.report.page import clock, page, table
-from datatrove_ckpt.torch import policies
 from datatrove_ckpt.torch.training_history import (
-    HISTORY,
     TrainingState,
-    read_events,
     read_training,
 )
 
@@ -42,28 +33,6 @@ def show(arguments: argparse.Namespace) -> int:
     return int(not state.steps)
 
 
-def report(arguments: argparse.Namespace) -> int:
-    state = read_training(Path(arguments.what), full=False)
-    signs = [
-        [str(sign["rank"]), str(sign["step"]), clock(sign["at"]), sign["host"]]
-        for sign in state.ranks
-    ]
-    written = page(
-        name_of_folder(state.folder),
-        state.folder,
-        "",
-        "running" if state.writer else "stopped",
-        time.time(),
-        _size(state).capitalize(),
-        _topics(state),
-        [
-            table("Steps", _COLUMNS, [*_rows(state)]),
-            table("Ranks", ("rank", "step", "last heartbeat", "host"), signs),
-        ],
-    )
-    return write_page(arguments.output, Path(state.folder), written, "a training")
-
-
 def verify(arguments: argparse.Namespace) -> int:
     state = read_training(Path(arguments.what), full=True)
     code = int(bool(state.damaged))
@@ -73,37 +42,6 @@ def verify(arguments: argparse.Namespace) -> int:
     lines.append(f"{count}: {plural(len(state.steps), 'step')}, {size} read. {_restore(state)}")
     say_result(arguments.json, state.to_json() | {"exit_code": code}, lines)
     return code
-
-
-def doctor(arguments: argparse.Namespace) -> int:
-    state = read_training(Path(arguments.config), full=True)
-    checks = [
-        {"state": verdict, "what": subject, "message": text}
-        for verdict, subject, text in _find(state)
-    ]
-    problems = sum(check["state"] == "problem" for check in checks)
-    lines = [f"{check['state']:<8} {check['what']}: {check['message']}" for check in checks]
-    lines.append(f"{plural_or_no(problems, 'problem')} in {state.folder}")
-    say_result(arguments.json, {"exit_code": int(problems > 0), "checks": checks}, lines)
-    return int(problems > 0)
-
-
-def _find(state: TrainingState) -> Iterator[tuple[str, str, str]]:
-    """Yields a state (ok, warning or problem), what was checked, and what was found."""
-    for step in state.damaged:
-        yield "warning", step.folder, step.damage
-    restored = state.restored
-    if restored is None:
-        yield "problem", "restore", _restore(state)
-        return
-    yield "ok", "restore", _restore(state)
-    free = f"{byte_size(state.free_bytes)} are free"
-    if state.free_bytes < restored.bytes:
-        yield "problem", "disk", f"{free}, and a step needs {byte_size(restored.bytes)}. Make room."
-    else:
-        yield "ok", "disk", f"{free}."
-    if state.writer:
-        yield "warning", "lock", f"{state.writer} saves there now: another training cannot."
 
 
 def _restore(state: TrainingState) -> str:
@@ -184,54 +122,3 @@ def _rows(state: TrainingState) -> Iterator[tuple[str, str, str, str]]:
             notes += f"  damaged: {step.damage}"
         number = f"{step.step}{''.join(step.folder.partition('.')[1:])}"
         yield number, at, byte_size(step.bytes), notes.strip()
-
-
-def plan(arguments: argparse.Namespace) -> int:
-    """Prints the intervals by the model in ``torch/policies.py``.
-
-    A save costs the ``pause_seconds`` in which the training stops, not the time of writes beside
-    it.
-
-    Raises:
-        ConfigError: there is no history, or it lacks a figure that no flag gives.
-    """
-    save_cost = arguments.save_cost
-    mtbf = arguments.mtbf
-    if arguments.folder is not None:
-        folder = Path(arguments.folder)
-        path = folder / HISTORY
-        if not path.is_file():
-            raise ConfigError(
-                f"{path}: there is no such file, so nothing can be measured. Give --save-cost and "
-                "--mtbf."
-            )
-        events = list(read_events(folder))
-        pauses = [event["pause_seconds"] for event in events if event["event"] == "saved"]
-        restarts = [event["at"] for event in events if event["event"] == "restored"]
-        if pauses:
-            save_cost = save_cost or median(pauses)
-        if len(restarts) >= 3:
-            mtbf = mtbf or (restarts[-1] - restarts[0]) / (len(restarts) - 1)
-    if not save_cost:
-        raise ConfigError(
-            "--save-cost is missing: how long a save stops training, such as 140s; or give FOLDER."
-        )
-    if not mtbf:
-        raise ConfigError(
-            "--mtbf is missing: the mean time between two losses, such as 6h. 3 restarts show it."
-        )
-    best = policies.daly(save_cost, mtbf)
-    figures = {
-        "save_cost": save_cost,
-        "mtbf": mtbf,
-        "young": policies.young(save_cost, mtbf),
-        "daly": best,
-    }
-    figures["lost"] = 1 - policies.efficiency(best, save_cost, mtbf)
-    lines = [
-        f"training: a save takes {duration(save_cost)}; a loss every {duration(mtbf)}",
-        f"  save every {figure(figures['young'])} s (Young)",
-        f"  save every {figure(best)} s (Daly): {100 * figures['lost']:.2f} % of all time is lost",
-    ]
-    say_result(arguments.json, figures, lines)
-    return 0

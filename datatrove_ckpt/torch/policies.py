@@ -32,17 +32,9 @@ StepMetrics = Mapping[StepName, Mapping[str, float | None]]
 _MTBF_SECONDS = 6 * 3600.0
 
 
-def young(save_cost: float, mtbf: float) -> float:
-    """Returns the best seconds of work between two saves, to first order: sqrt(2CM).
-
-    J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
-    """
-    return math.sqrt(2 * save_cost * mtbf)
-
-
 def daly(save_cost: float, mtbf: float) -> float:
-    """Returns the best seconds to a higher order: sqrt(2CM) * (1 + sqrt(C/2M)/3 + C/18M) - C, or M
-    if C >= 2M.
+    """Returns the best seconds of work between two saves: sqrt(2CM) * (1 + sqrt(C/2M)/3 + C/18M) -
+    C, or M if C >= 2M.
 
     J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS
     22(3), 2006.
@@ -50,18 +42,7 @@ def daly(save_cost: float, mtbf: float) -> float:
     if save_cost >= 2 * mtbf:
         return mtbf
     x = save_cost / (2 * mtbf)
-    return young(save_cost, mtbf) * (1 + math.sqrt(x) / 3 + x / 9) - save_cost
-
-
-def efficiency(interval: float, save_cost: float, mtbf: float) -> float:
-    """Returns useful time divided by all time (0 to 1), with T seconds of work between two saves.
-
-    T / (M * (exp((T + C) / M) - 1)), as in Daly 2006: saves may also be interrupted.
-    """
-    exponent = (interval + save_cost) / mtbf
-    if 0 < exponent < 700:
-        return interval / (mtbf * math.expm1(exponent))
-    return 0.0
+    return math.sqrt(2 * save_cost * mtbf) * (1 + math.sqrt(x) / 3 + x / 9) - save_cost
 
 
 @dataclass(frozen=True)

@@ -310,7 +310,6 @@ JSON = {
     "status": (STOPPED, "status checkpoints --json"),
     "verify": (STOPPED, "verify job.yaml --json"),
     "doctor": (NEW, "doctor job.yaml --json"),
-    "plan": (NEW, "plan --save-cost 140s --mtbf 6h --json"),
 }
 BY_NAME = ("states", "errors", "dead_letters", "journals", "reasons")
 """Keys whose own keys are data."""

@@ -7,7 +7,7 @@ Recovery does not read it, so damage costs a line and never the run. Each line h
     k           keys
     start       host, pid, job (Slurm job id, or null), v (our version)
     server      what, name, url (without secrets, or null), why
-    progress    s, d, r, len, c, all, own, err, q, cap, w, out, pos, skip, tier, call, failed, ms,
+    progress    s, d, r, len, c, all, own, err, q, w, out, pos, skip, tier, call, failed, ms,
                 and own_ of err and of the last four: see ``ProgressRecord``
     spread      ms, pt, ct, bad: see ``RequestHistograms``
     end         why, what
@@ -176,7 +176,7 @@ class ProgressRecord(_HistoryRecord):
         total: what all attempts did ("all", "err", "tier", ...), without the last minute of killed
             attempts.
         own: what this attempt did ("own", "own_err", "own_tier", ...).
-        places: requests that the servers have room for ("cap", if any).
+        places: requests that the servers have room for; not kept in the line.
         in_flight: requests at a server ("q", with the next two).
         waiting: requests that wait for a server, a free slot or their next attempt.
         in_work: documents that have begun and are not finished.
@@ -205,7 +205,6 @@ class ProgressRecord(_HistoryRecord):
         optional = {
             "r": dict(self.documents.reasons.most_common(_MAX_KINDS)),
             "len": sorted(self.documents.lengths.items()),
-            "cap": self.places,
             "skip": self.skipped and self.skipped.numbers(),
         }
         return {
@@ -236,7 +235,6 @@ class ProgressRecord(_HistoryRecord):
             chunks=data["c"],
             total=_work(data, "all", ""),
             own=_work(data, "own", "own_"),
-            places=data.get("cap", 0),
             in_flight=in_flight,
             waiting=waiting,
             in_work=in_work,

@@ -55,9 +55,7 @@ LATENCIES.examples = {"looping": [["id", "again"]]}
 ANSWERS = DocumentCounts(9, reasons=Counter(stop=4), lengths=LogHistogram.of([1, 70, 70]))
 
 
-@pytest.mark.parametrize(
-    "line", [LATENCIES, ProgressRecord(at=1.0, attempt=1, documents=ANSWERS, places=8)]
-)
+@pytest.mark.parametrize("line", [LATENCIES, ProgressRecord(at=1.0, attempt=1, documents=ANSWERS)])
 def test_histograms_and_counts_come_back_as_they_were_written(tmp_path, line):
     assert read_history(written(tmp_path / "history.jsonl", [line])).records == [line]
 

@@ -120,10 +120,6 @@ def _charts(ranks: Iterable[Sequence[ProgressRecord]]) -> Iterator[Markup]:
         "completion": grown(lambda line: line.documents.completion_tokens) / seconds,
     }
     yield chart("Tokens per second", edges, tokens)
-    places = _held(begun, edges, "places")
-    if places.any():
-        busy = _share(_held(begun, edges, "in_flight"), places)
-        yield chart("Capacity in use at the servers, %", edges, {"capacity in use": busy})
     cost = grown(lambda line: line.total.cost) / 1e9
     if cost.any():
         yield chart("Cost per hour", edges, {"cost per hour": 3600 * cost / seconds})
@@ -136,23 +132,6 @@ def _charts(ranks: Iterable[Sequence[ProgressRecord]]) -> Iterator[Markup]:
     shares = {_named(kind): bad(kind) for kind, number in done.bad.items() if number}
     if shares:
         yield chart("Bad answers, %", edges, shares)
-
-
-def _held(ranks: Iterable[Sequence[ProgressRecord]], edges: Values, name: str) -> Values:
-    """Returns a number that is as large as each rank's last line says, until its attempt ends, at
-    the middle of each interval; the sum over ranks.
-    """
-    middles = (edges[:-1] + edges[1:]) / 2
-    total = np.zeros(len(middles))
-    for minutes in ranks:
-        times = np.array([line.at for line in minutes])
-        values = np.array([getattr(line, name) for line in minutes])
-        newest = np.searchsorted(times, middles, side="right") - 1
-        following = np.minimum(newest + 1, len(minutes) - 1)
-        attempts = np.array([line.attempt for line in minutes])
-        is_over = (attempts[newest] != attempts[following]) | (newest == following)
-        total += np.where((newest < 0) | is_over, 0, values[newest])
-    return total
 
 
 def _share(part: Values, whole: Values) -> Values:

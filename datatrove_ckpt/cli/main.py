@@ -11,7 +11,6 @@ No traceback of an error of this package reaches the terminal.
 import argparse
 import functools
 import inspect
-import os
 import re
 import sys
 import textwrap
@@ -21,7 +20,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.cli.printing import fail, say
+from datatrove_ckpt.cli.printing import fail
 from datatrove_ckpt.common import JsonObject, formatting
 from datatrove_ckpt.common.setting_types import docstring, meanings
 from datatrove_ckpt.errors import CkptError, ConfigError, written_in
@@ -59,9 +58,6 @@ datatrove-ckpt COMMAND --help explains each command, with examples and its exit 
 
 def main(argv: Sequence[str] | None = None) -> int:
     typed = list(sys.argv[1:] if argv is None else argv)
-    if typed[:1] == ["complete"] and "COMP_LINE" in os.environ:
-        say("\n".join(_completions(*typed[2:])))
-        return 0
     plain, overrides = split_overrides(typed)
     parser = make_parser()
     arguments = parser.parse_args(plain)
@@ -172,17 +168,6 @@ def make_parser() -> argparse.ArgumentParser:
         examples += epilog.splitlines(keepends=True)[1:2]
     parser.epilog = "".join(examples) + _EPILOG
     return parser
-
-
-def _completions(word: str, before: str) -> list[str]:
-    """Returns the completions of a word of the command line, for bash and zsh (``complete -C``)."""
-    argv = os.environ["COMP_LINE"].split()
-    possible = {name for name, _, _, _ in _COMMANDS}
-    if before != argv[0]:
-        possible = _own_flags(argv[1:])
-        if "config" in possible:
-            possible |= _flags_of_settings()
-    return sorted(name for name in possible if name.startswith(word))
 
 
 def _flags_of_settings() -> set[str]:

@@ -1,7 +1,7 @@
 """The declarations of settings: their types, choices and bounds, and their meanings in the
 docstrings of their classes.
 
-The checks of Python and YAML use it, ``--help``, the completion of a shell, and docs/settings.md.
+The checks of Python and YAML use it, ``--help``, and docs/settings.md.
 """
 
 import functools

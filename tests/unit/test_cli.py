@@ -251,28 +251,6 @@ def test_tasks_of_ray_that_failed_without_a_word_are_1(run, capsys, monkeypatch,
     )
 
 
-@pytest.mark.parametrize(
-    "line, found",
-    [
-        ("datatrove-ckpt rep", "repair report"),
-        (
-            "datatrove-ckpt run job.yaml --max-t",
-            "--max-tokens --max-tokens-per-part --max-total-tokens",
-        ),
-        ("datatrove-ckpt run --js", "--json-schema"),
-        ("datatrove-ckpt run --tex", "--text-key --texts-per-request"),
-        ("datatrove-ckpt run --che", "--checkpoints-remote-dir"),
-        ("datatrove-ckpt run --dr", "--drain-seconds --drain-signals --dry-run"),
-        ("datatrove-ckpt status x --al", "--all"),
-    ],
-)
-def test_what_a_shell_completes(line, found, monkeypatch, capsys):
-    monkeypatch.setenv("COMP_LINE", line)
-    *_, before, word = line.split()
-    assert main(["complete", "datatrove-ckpt", word, before]) == 0
-    assert capsys.readouterr().out.split() == found.split()
-
-
 def test_a_bug_keeps_its_traceback_but_shows_no_values_of_variables(run, capsys):
     with pytest.raises(RuntimeError, match="a bug 7"):
         run("--pipeline.1.end=bug")

@@ -42,9 +42,8 @@ from datatrove_ckpt.errors import (
     setting_name,
     step_place,
 )
-from datatrove_ckpt.generation.recorded_requests import RecordedRequest, unsent_prompts
+from datatrove_ckpt.generation.recorded_requests import unsent_prompts
 from datatrove_ckpt.generation.results import check_first, try_media
-from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.inference.servers.host import EndpointProbe, ask_endpoints, check_servers
 from datatrove_ckpt.output.arrow_types import NO_TYPES
 from datatrove_ckpt.output.document_codec import as_read, decode, encode
@@ -72,14 +71,13 @@ from datatrove_ckpt.run_folder.finding import (
     run_check,
     with_timeout,
 )
-from datatrove_ckpt.run_folder.gpu_layout import CHARACTERS_PER_TOKEN, check_layout
+from datatrove_ckpt.run_folder.gpu_layout import check_layout
 from datatrove_ckpt.run_folder.run_plan import (
     RunnerPlan,
     RunPlan,
     check_steps,
     refuse_without_claims,
 )
-from datatrove_ckpt.run_folder.sample import ROUND_NUMBER, costs, round_number
 from datatrove_ckpt.runner import InferenceRunner
 
 MOUNTS = Path("/proc/mounts")
@@ -439,8 +437,6 @@ def check_environment(plan: RunPlan) -> Iterator[Finding]:
             for config in runner.step.models.values():
                 subject = f"{place}{config.server_name('server')}"
                 yield from run_check(subject, _check_server, runner, config)
-            if sample:
-                yield from _costs(runner.step, sample)
             if plan.for_doctor and plan.is_local and len(runner.step.models) == 1:
                 yield from run_check(f"{place}GPUs", check_layout, runner, sample)
             yield from run_check(f"{place}monitoring", runner.step.monitoring.check_packages)
@@ -485,27 +481,6 @@ def _check_prompt(runner: RunnerPlan, sample: list[Document]) -> Iterator[Findin
             event_loop.run(try_media(runner.step, first))
         prompts = event_loop.run(unsent_prompts(runner.step.rollout_fn, documents))
         yield from check_prompts(prompts, runner.step.model.servers)
-
-
-def _costs(step: RunnerSettings, documents: Sequence[Document]) -> Iterator[Finding]:
-    answer = max_tokens_of(step.model.default_generation_params)
-    requests = []
-    for document in documents:
-        usage = {
-            "prompt_tokens": len(document.text) // CHARACTERS_PER_TOKEN,
-            "completion_tokens": answer,
-        }
-        request = RecordedRequest(document.text, usage=usage)
-        requests.append([request] * step.model.rollouts_per_document)
-    sizes = [1.0] * len(requests)
-    rows = [" ".join(row) for row in costs(step, requests, sizes, round_number(sizes))]
-    if rows:
-        text = (
-            f"of {ROUND_NUMBER:,} documents: {'; '.join(rows)}, if each takes one request, of the "
-            f"tokens of its text and {answer} of an answer (max_tokens). `run --sample` measures "
-            "them."
-        )
-        yield Finding("ok", "costs", text, "prices")
 
 
 def _check_server(runner: RunnerPlan, config: InferenceConfig) -> Iterator[Finding]:

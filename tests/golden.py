@@ -8,7 +8,10 @@ Who means to change a text writes the file anew, and reads the difference:
 import os
 from pathlib import Path
 
+import pytest
+
 from datatrove_ckpt import __version__
+from datatrove_ckpt.errors import CkptError
 
 DATA = Path(__file__).parent / "data"
 FOLDER = DATA / "texts"
@@ -37,3 +40,14 @@ def hold(file, section, text, **names):
     held[section] = text.rstrip("\n")
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / f"{file}.txt").write_text("\n".join(f"=== {name}\n{held[name]}\n" for name in held))
+
+
+def refuse(file, code, names, **more):
+    """Holds what an expression, the title of a section, is refused with. A new mistake is a title
+    without a text.
+    """
+    with pytest.raises((CkptError, ImportError, TypeError, ValueError)) as refused:
+        eval(code, {**names})
+    text = str(refused.value)
+    assert "hunter2" not in text
+    hold(file, code, text, **more)

@@ -135,31 +135,6 @@ def test_a_named_index_is_a_column(server):
     assert [document.metadata["n"] for document in output] == COLUMNS["n"]
 
 
-@pytest.mark.parametrize(
-    "rows, message",
-    [
-        ({"text": ["a"]}, "it is dict"),
-        (datasets.DatasetDict({"train": datasets.Dataset(TABLE)}), r"one split.*DatasetDict"),
-        (b"text", "it is bytes"),
-        (7, "it is int"),
-        (["documents/a.jsonl.gz", "b.jsonl"], "row 0 is 'documents/a.jsonl.gz', a path"),
-        ([Path("documents")], "row 0 is 'documents', a path"),
-        (["runs/../runs"], "row 0 is 'runs/../runs', a path"),
-        (["s3://bucket/*.parquet"], "row 0 is 's3://bucket/.*', a path"),
-        ([["a"]], "row 0 is neither a text nor a dictionary"),
-        ([{"text": "a"}, {"text": "b", "day": DAY}], "row 1 does not fit into JSON: .*date"),
-        ([{"text": "a", 1: "b", "1": "c"}], "row 0 does not fit into JSON: the key 1 is no text"),
-        ([{"text": "a", "v": [({None: 1},)]}], "row 0 .* JSON: the key None is no text"),
-    ],
-)
-def test_what_is_no_rows_is_refused(server, rows, message):
-    Path("runs").mkdir()
-    with pytest.raises(ConfigError, match=message):
-        run(server, rows)
-    assert not server.payloads
-    assert not list(Path("runs").rglob("*.jsonl"))
-
-
 def test_rows_that_were_wrong_before_the_first_request_may_change():
     with pytest.raises(ConfigError):
         datatrove_ckpt.run(input=["a"], run_folder="runs/x", prompt="{text}", model="m", endpoint=7)

@@ -24,7 +24,7 @@ from datatrove_ckpt.inference.servers.server import free_port
 from datatrove_ckpt.run_folder import queries
 from datatrove_ckpt.run_folder.steps import STEPS as STEPS_FILE
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests import processes
+from tests import golden, processes
 from tests.engines import ENGINE
 from tests.jobs import rejects
 from tests.pages import ROOT
@@ -104,39 +104,11 @@ def test_python_has_the_same_steps_and_returns_the_outputs(server):
     assert len(server.payloads) == 24
 
 
-@pytest.mark.parametrize(
-    "steps, message",
-    [
-        ({"a b": {"sql": "select 1"}}, "steps.a b: a step has a name of its own"),
-        ({"output": {"sql": "select 1"}}, "none of input, output"),
-        ({"A": {"sql": "select 1 as x"}, "a": {"sql": "select 1"}}, "a name of its own"),
-        ({"a": {"sql": "select 1", "model": "m"}}, 'steps.a: unknown key "model"'),
-        ({"a": {"sql": "create table b(c int)"}}, "steps.a: Only SELECT"),
-        ({"a": {"sql": "select 1; select 2"}}, "give one SELECT"),
-        ({"a": {"sql": "select * from b"}}, 'there is no step "b"'),
-        ({"a": {"sql": "select * from b"}, "b": {"sql": "select 1"}}, 'no step "b" above it'),
-        ({"a": {"sql": "select random()"}}, "random has another value at each start"),
-        ({"a": {"sql": "select current_date"}}, "current_date has another value"),
-        ({"a": {"sql": "from 'x.csv' using sample 3"}}, "a sample needs a seed"),
-        ({"answers": {"sql": "select 1"}, "a": {"input": "answer", "prompt": "x"}}, "did you mean"),
-        ({"a": {"input": "docs.jsonl", "promt": "x"}}, 'unknown key "promt", did you mean'),
-        ({"a": {"input": {"sql": "from b"}, "prompt": "{text}"}}, 'input: there is no step "b"'),
-        ({"a": {"input": "docs.jsonl", "prompt": "{text}", "max_tokens": "x"}}, "max_tokens"),
-        ({"a": {"input": "docs.jsonl", "dead_letters": "leve"}}, "stop or leave; it is 'leve'"),
-        ({"a": {"prompt": "{text}"}}, 'steps.a: missing key "input"'),
-        ({"a": {"input": ["docs.jsonl"], "prompt": "{text}"}}, "steps.a: input: "),
-    ],
-)
-def test_mistakes_in_the_form_are_found_before_any_request(server, command, steps, message):
-    write(server, {"first": {"input": "docs.jsonl", "prompt": "{text}"}, **steps})
-    assert message in command("run", "job.yaml", code=2).error
+@pytest.mark.parametrize("settings", golden.sections("steps"))
+def test_mistakes_in_the_form_are_found_before_any_request(server, command, settings):
+    write(server, **{"steps": STEPS} | json.loads(settings))
+    golden.hold("steps", settings, command("run", "job.yaml", code=2).error)
     assert not server.payloads
-
-
-def test_a_circle_from_the_first_step_is_named(server, command):
-    write(server, {"first": {"input": {"sql": "from best"}, "prompt": "{text}"}})
-    said = command("run", "job.yaml", code=2).error
-    assert 'steps.first: input: there is no step "best" above it' in said
 
 
 def test_an_error_names_the_step_that_stopped_and_a_query_says_where_its_rows_are(
@@ -148,15 +120,6 @@ def test_an_error_names_the_step_that_stopped_and_a_query_says_where_its_rows_ar
     assert log.said("job.yaml: steps.few: 2 rows in qa/few/output")
     assert "no column 'txet'" in said.error
     assert said.error.rstrip().endswith("The step that stopped: job.yaml: steps.first.")
-
-
-@pytest.mark.parametrize(
-    "name, value",
-    [("kubernetes", {"image": "x"}), ("jobs", {"flavor": "x"}), ("output_format", "jsonl")],
-)
-def test_what_queries_cannot_do_with_is_refused(server, command, name, value):
-    write(server, **{name: value})
-    assert f"{name}: steps have none, because" in command("run", "job.yaml", code=2).error
 
 
 def test_the_example_runs(command):

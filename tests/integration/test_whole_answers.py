@@ -11,6 +11,7 @@ from datatrove_ckpt.inference.client.responses import (
     api_for_payload,
 )
 from datatrove_ckpt.run_folder.run_state import read_run_state
+from tests import golden
 from tests.jobs import chat, in_pieces, rows, run_job
 from tests.rank_folders import place_at
 
@@ -142,39 +143,16 @@ ENDED = {"finish_reason": "tool_calls"}
 CALLED = {"id": "c", "type": "custom", "custom": {"name": "look", "input": ""}}
 
 
-@pytest.mark.parametrize(
-    "choices, payload, wrong",
-    [
-        ([{"index": 1}, {"index": 0}], {"n": 2}, ""),
-        ([{"index": 0}, {"index": 0}], {"n": 2}, "indices"),
-        ([{"index": 0}, {"index": 1}, {"index": 2}], {"n": 2}, "3 of 2 choices"),
-        ([{"index": 0}, {"index": 1, "error": "overloaded"}], {"n": 2}, "reports an error"),
-        ([{"message": {"content": None}, **ENDED}], {}, "has no tool_calls"),
-        (
-            [{"message": {"tool_calls": [CALL, {"function": {"name": ""}}]}, **ENDED}],
-            {},
-            "tool_calls are not",
-        ),
-        ([{"message": {"content": ""}}], {"tool_choice": "required"}, "tool_choice 'required'"),
-        ([{"logprobs": {"content": None}}], {"logprobs": True}, "requests logprobs"),
-        # The model has nothing to say.
-        ([{"message": {"content": "", "tool_calls": []}}], {"tool_choice": "auto"}, ""),
-        ([{"message": {"content": None, "tool_calls": [CALLED]}, **ENDED}], {}, ""),
-        (
-            [{"message": {"content": ""}, "finish_reason": "length"}],
-            {"tool_choice": "required"},
-            "",
-        ),
-        ([{"message": {"content": "", "refusal": "no"}, "logprobs": None}], {"logprobs": True}, ""),
-    ],
-)
-def test_an_answer_has_the_choices_calls_and_logprobs_that_were_asked_for(choices, payload, wrong):
-    parse = api_for_payload(CHAT, payload).parse
-    if wrong:
-        with pytest.raises(RetryableError, match=wrong):
-            parse(_with_choices(*choices))
-    else:
-        assert parse(_with_choices(*choices)).response_id == ""
+@pytest.mark.parametrize("case", golden.sections("answers"))
+def test_an_answer_has_the_choices_calls_and_logprobs_that_were_asked_for(case):
+    """``case``: a payload, and choices that are no answer to it, or one."""
+    payload, choices = orjson.loads(case)
+    said = "an answer"
+    try:
+        assert api_for_payload(CHAT, payload).parse(_with_choices(*choices)).response_id == ""
+    except RetryableError as error:
+        said = str(error)
+    golden.hold("answers", case, said)
 
 
 @pytest.mark.parametrize("status", ["failed", "in_progress", "completed", "incomplete"])

@@ -106,19 +106,6 @@ def test_values_with_fractions_keep_their_type_through_a_state():
     assert last["weight"].tolist() == whole[1]["weight"].tolist()
 
 
-def test_rows_that_cannot_be_packed_are_named():
-    for rows, options, message in [
-        ([{"text": "a", "id": "b"}], {}, r"no 'input_ids'; it has \['text', 'id'\]. Tokenise"),
-        ([{"input_ids": "a"}], {}, "must be a list of numbers"),
-        ([{"input_ids": [[1]]}], {}, r"must be a list of numbers, .* not list of shape \(1, 1\)"),
-        ([{"a": [1], "b": [1, 2]}], {"columns": ["a", "b"]}, "'a': 1, 'b': 2"),
-        ([[1]], {"columns": ["a", "b"]}, "must be a dict"),
-        ([[1.5], [1]], {"pad": 0}, "'input_ids' of a row"),
-    ]:
-        with pytest.raises(ConfigError, match=message):
-            list(Pack(Rows(rows), 4, **options))
-
-
 def test_states_of_another_setting_class_epoch_or_worker_are_refused():
     pack = Pack(Rows(rows_of([9])), 4)
     next(iter(pack))

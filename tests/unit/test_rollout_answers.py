@@ -4,7 +4,6 @@ nothing is.
 
 import asyncio
 import json
-import re
 
 import pytest
 from datatrove.data import Document
@@ -12,7 +11,7 @@ from datatrove.pipeline.inference.types import InferenceResult
 
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.config.generation_params import refuse_near_misses
-from datatrove_ckpt.errors import ConfigError, DocumentError
+from datatrove_ckpt.errors import DocumentError
 from datatrove_ckpt.generation.results import put_answer
 from datatrove_ckpt.output.document_codec import PathResult
 from datatrove_ckpt.rollouts import (
@@ -24,6 +23,7 @@ from datatrove_ckpt.rollouts import (
     for_config,
 )
 from datatrove_ckpt.user_code.code_identity import code_identity
+from tests import golden
 from tests.jobs import rows, run_job, runner
 from tests.rollouts import Texts, asked, document
 
@@ -116,28 +116,9 @@ def test_a_valid_answer_is_the_result_without_what_surrounds_it(settings, given,
     assert answer(PromptRollout(**settings), given) == text
 
 
-@pytest.mark.parametrize(
-    "settings, given, problem",
-    [
-        ({"json_schema": SCHEMA}, '{"why": "it', "it is not JSON: "),
-        ({"json_schema": {}}, '{"a": NaN}', "it is not JSON: "),
-        ({"json_schema": {}}, '{"a": -Infinity, "b": "\\ud83d"}', "it is not JSON: "),
-        ({"json_schema": {}}, "[" * 2000 + "]" * 2000, "it is not JSON: "),
-        ({"json_schema": {}}, "[" * 260 + "]" * 260, "it is not JSON: "),
-        ({"json_schema": TREE}, '{"in":' * 190 + "{}" + "}" * 190, "it is nested too deep"),
-        ({"json_schema": {}}, "9" * 5000, "it is not JSON: "),
-        ({"json_schema": SCHEMA}, '{"why": "it rains"}', "$: 'answer' is a required property"),
-        ({"regex": r"\d+"}, "12 apples", r"it does not match the regular expression \d+"),
-        ({"choice": ["yes", "no"]}, "maybe", "it is not one of yes, no"),
-    ],
-)
-def test_an_invalid_answer_fails_with_what_is_wrong(settings, given, problem):
-    name = next(iter(settings))
-    with pytest.raises(
-        InvalidAnswer,
-        match=re.escape(f"{name}: none of 2 answers is valid. The last problem: {problem}"),
-    ):
-        answer(PromptRollout(**settings, answer_attempts=2), "???", given)
+@pytest.mark.parametrize("code", golden.sections("invalid_answers"))
+def test_an_invalid_answer_fails_with_what_is_wrong(code):
+    golden.refuse("invalid_answers", code, globals())
 
 
 def test_an_answer_that_was_cut_off_in_blanks_is_named_as_that():
@@ -149,12 +130,6 @@ def test_an_answer_that_was_cut_off_in_blanks_is_named_as_that():
         server = Texts('{"why":' + blanks, reason="length")
         with pytest.raises(InvalidAnswer, match=f"The last problem: {problem}"):
             asyncio.run(rollout(document(), server))
-
-
-def test_a_reference_out_of_the_schema_is_never_downloaded():
-    rollout = PromptRollout(json_schema={"$ref": "http://127.0.0.1:1/schema.json"})
-    with pytest.raises(ConfigError, match=r"^json_schema: a \$ref leads outside of the schema: "):
-        answer(rollout, "{}")
 
 
 # what follows ------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.torch.policies import (
     Best,
     Every,
@@ -129,19 +128,3 @@ def test_steps_are_kept(policy, kept):
 def test_steps_after_a_rollback_are_newer():
     names = [StepName(0, 300), StepName(1, 100), StepName(1, 200)]
     assert Last(2).kept({name: {} for name in names}) == set(names[1:])
-
-
-@pytest.mark.parametrize(
-    "make, given, message",
-    [
-        (Last, (0,), "count: 0 is not a whole number >= 1"),
-        (EverySteps, (0,), "steps: 0 is not a whole number >= 1"),
-        (EverySeconds, (30.0, 60.0), 'mtbf_seconds: belongs to "auto"'),
-        (EverySeconds, ("auto", 0), "mtbf_seconds: 0 is not a number > 0"),
-        (EverySeconds, ("auto", -5.0), "mtbf_seconds: -5.0 is not a number > 0"),
-        (EverySeconds, (-1,), "seconds: -1 is not auto or a number"),
-    ],
-)
-def test_mistakes_are_named(make, given, message):
-    with pytest.raises(ConfigError, match=message):
-        make(*given)

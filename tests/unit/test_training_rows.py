@@ -353,39 +353,13 @@ def test_files_that_changed_are_refused_read_or_not(parquet, change, named):
     assert "checkpoints_local_dir" not in str(caught.value)
 
 
-def test_a_window_is_rows_or_bytes_and_other_windows_and_settings_are_refused():
+def test_a_window_is_rows_or_bytes():
     for window, rows, size in (
         (7, 7, None),
         ("256MB", None, 256_000_000),
         ("1.5 GiB", None, 3 * 2**29),
     ):
         assert (parse_window(window).rows, parse_window(window).bytes) == (rows, size)
-    for window in (0, True, "256", "1PB", 1.5):
-        with pytest.raises(ConfigError, match="window must be"):
-            parse_window(window)
-
-
-def test_what_cannot_work_is_named(parquet):
-    rows = ReaderDataset(parquet)
-    for call, message in (
-        (lambda: rows.shard(2, 2), "index: must be from 0 to 1, not 2"),
-        (lambda: rows.shard(0, 0), "num_shards: 0 is not"),
-        (lambda: rows.shard(1, 0, batch_size=0), "batch_size: 0 is not"),
-        (lambda: rows.batch(0), "batch_size: 0 is not"),
-        (lambda: rows.shuffle(), r"seed: .*shuffle\(seed=0\)"),
-        (lambda: next(iter(rows.map(dict).select_columns("x"))), "has no 'x'; it has .'text'"),
-        (lambda: ReaderDataset(JsonlReader(".", adapter=dict)), "adapter: .*Use map"),
-        # Arguments of 0.2.
-        (lambda: ReaderDataset(parquet, 0, 2), r"rank: .*shard\("),
-        (lambda: ReaderDataset(parquet, transform=dict), r"transform: .*map\("),
-        (lambda: ReaderDataset("rows"), r"this str cannot be counted. Use from_folder\("),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            call()
-    with pytest.raises(TypeError, match="unexpected argument 'clolumns'"):
-        ReaderDataset(parquet, clolumns=["n"])
-    with pytest.raises(ImportError, match=r"merge was removed.*restore"):
-        from datatrove_ckpt.torch import merge  # noqa: F401
 
 
 def test_within_an_epoch_one_number_of_a_state_changes(parquet):

@@ -79,36 +79,6 @@ async def yields(document, generate):
     yield await ask(document, generate)
 
 
-@pytest.mark.parametrize(
-    "rollout, context, says",
-    [
-        (PromptRollout, None, "PromptRollout is a class; give an object of it: PromptRollout(...)"),
-        (
-            one_parameter,
-            None,
-            "one_parameter cannot be called as rollout(document, generate): too many",
-        ),
-        (
-            three_parameters,
-            {"words": 1},
-            "rollout(document, generate, words=...): ",
-        ),
-        (
-            lambda generate, document: ask(document, generate),
-            None,
-            "takes generate first, and is given the document first. Write `async def rollout(",
-        ),
-        (ask, {"document": 1}, "multiple values for argument 'document'"),
-    ],
-)
-def test_what_cannot_work_is_refused_with_its_signature(tmp_path, server, rollout, context, says):
-    with pytest.raises(ConfigError) as refused:
-        runner(tmp_path, server, rollout, shared_context=context)
-    said = str(refused.value)
-    assert said.startswith("rollout_fn: ")
-    assert says in said
-
-
 @pytest.mark.parametrize("on_document_error", ["stop", "dead_letter"])
 @pytest.mark.parametrize(
     "rollout, says",

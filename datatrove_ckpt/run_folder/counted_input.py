@@ -1,4 +1,4 @@
-"""Counts the documents of a runner's input for ``run --sample``, and chooses some of all sizes.
+"""Counts the documents of a runner's input for ``run --sample``, and draws some at random.
 
 The steps before the runner are read as the run reads them, so that a document has the content and
 the ordinal that it has in the run. After 10 s, an input whose rows are documents is read at twenty
@@ -16,7 +16,7 @@ from functools import partial
 from itertools import pairwise
 from operator import attrgetter
 from random import Random
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import Any
 
 from datatrove.data import Document
@@ -37,10 +37,6 @@ _ROWS = 2000
 """Rows that are read at all places."""
 _MAX_BYTES = 2**32
 """Lines of larger inputs are not counted."""
-_CANDIDATES = 8
-"""Documents that are kept for each document of the sample."""
-_MAX_HELD = 2**28
-"""Characters and bytes of media of all documents that are kept, unless the sample has more."""
 
 
 class SampledDocument(PositionedDocument):
@@ -50,11 +46,6 @@ class SampledDocument(PositionedDocument):
     rank: int
     ordinal: int
     size: float
-
-    @property
-    def held(self) -> float:
-        of_media = [getattr(media, "media_bytes", None) for media in self.media or ()]
-        return self.size + sum(map(len, filter(None, of_media)))
 
 
 @dataclass(eq=False)
@@ -83,29 +74,20 @@ class _Documents:
     sizes: list[float] = field(default_factory=list)
     kept: list[SampledDocument] = field(default_factory=list)
     random: Random = field(default_factory=partial(Random, 6))
-    max_kept: int = field(init=False)
-    held: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.max_kept = self.number * _CANDIDATES
 
     def add(self, document: Document, rank: int, ordinal: int) -> None:
         # A prompt may use any column.
         size = 1.0 + len(document.text) + len(str(document.metadata))
         self.sizes.append(size)
         place = len(self.kept)
-        if place == self.max_kept:
-            place = int(self.random.random() * len(self.sizes))
-        if place < self.max_kept and ordinal < self.first:
+        if place == self.number:
+            place = self.random.randrange(len(self.sizes))
+        if place < self.number and ordinal < self.first:
             sampled = SampledDocument(document.text, document.id, document.media, document.metadata)
             sampled.rank = rank
             sampled.ordinal = ordinal
             sampled.size = size
-            self.held += sampled.held - sum(old.held for old in self.kept[place : place + 1])
             self.kept[place : place + 1] = [sampled]
-            while self.held > _MAX_HELD and len(self.kept) > self.number:
-                self.max_kept = len(self.kept) - 1
-                self.held -= self.kept.pop(self.random.randrange(len(self.kept))).held
 
     def read(self, task: _TaskInput, until: float) -> bool:
         """Reads documents of a task until a time. Returns whether these were all."""
@@ -124,13 +106,8 @@ class _Documents:
             task.reached.append((task.count, position[2].progress(position)))
         return True
 
-    def of_all_sizes(self) -> list[SampledDocument]:
-        """Draws a document from each of ``number`` groups in the order of sizes and places."""
-        by_size = sorted(self.kept, key=attrgetter("size", "rank", "ordinal"))
-        groups = min(self.number, len(by_size))
-        ends = [index * len(by_size) // groups for index in range(groups + 1)]
-        drawn = [by_size[self.random.randrange(*group)] for group in pairwise(ends)]
-        return sorted(drawn, key=attrgetter("rank", "ordinal"))
+    def in_order(self) -> list[SampledDocument]:
+        return sorted(self.kept, key=attrgetter("rank", "ordinal"))
 
 
 def count_input(
@@ -142,7 +119,7 @@ def count_input(
         first: see ``_Documents``.
 
     Returns:
-        ``number`` documents of all sizes, in their order, and all documents of the input: None if
+        ``number`` documents, in their order, and all documents of the input: None if
         its size is not known.
     """
     documents = _Documents(number, first)
@@ -163,7 +140,7 @@ def count_input(
             return _at_places(runner, number)
         total = _by_bytes([task for task in inputs if task.count], tasks)
     whole = None if total is None else Population(total, fmean(documents.sizes))
-    return documents.of_all_sizes(), whole
+    return documents.in_order(), whole
 
 
 def _read(runner: RunnerPlan, rank: int) -> Iterator[Document]:
@@ -195,7 +172,9 @@ def _counts_rows(steps: Sequence[object]) -> bool:
 
 
 def _at_places(runner: RunnerPlan, number: int) -> tuple[list[SampledDocument], Population]:
-    """Reads rows of some blocks. The mean size is estimated by the ratio to the blocks' bytes."""
+    """Reads rows of some blocks. The mean size is estimated by the ratio to the blocks' bytes,
+    with an error that is small beside that of the sample.
+    """
     reader: Any = runner.before[0]
     tasks = runner.plan.tasks
     blocks = BlockInput(reader)
@@ -203,7 +182,6 @@ def _at_places(runner: RunnerPlan, number: int) -> tuple[list[SampledDocument], 
     rows = sum(block.rows for block in every)
     step = -(-len(every) // _PLACES)
     documents = _Documents(number)
-    ratios: list[float] = []
     row_bytes: list[float] = []
     for index in range(step // 2, len(every), step):
         block = every[index]
@@ -211,21 +189,16 @@ def _at_places(runner: RunnerPlan, number: int) -> tuple[list[SampledDocument], 
         first = sum(before.rows for before in every[:index] if before.file % tasks == rank)
         name = blocks.names[block.file]
         read: Any = blocks.read(block)
-        before = len(documents.sizes)
         count = min(block.rows, 1 + _ROWS * step * block.rows // rows)
         for row in documents.random.sample(range(block.rows), count):
             [fields] = read[row : row + 1] if blocks.gives_dicts else read.slice(row, 1).to_pylist()
-            if fields:
+            if fields:  # the others cannot be read
                 document = reader.get_document_from_dict(fields, name, block.first + row)
                 documents.add(document, rank, first + row)
                 row_bytes.append(block.bytes / block.rows)
-        if sizes := documents.sizes[before:]:  # the others cannot be read
-            ratios.append(fmean(sizes) * block.rows / block.bytes)
     mean_bytes = sum(block.bytes for block in every) / rows
     mean_size = fmean(documents.sizes) * mean_bytes / fmean(row_bytes)
-    error = mean_size * pstdev(ratios) / fmean(ratios) / math.sqrt(len(ratios))
-    whole = Population(Estimate.exact(rows), mean_size, error)
-    return documents.of_all_sizes(), whole
+    return documents.in_order(), Population(Estimate.exact(rows), mean_size)
 
 
 def _by_bytes(begun: Sequence[_TaskInput], tasks: int) -> Estimate | None:

@@ -37,13 +37,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Population:
-    """The documents of a whole input: their number, and the mean of their sizes, whose standard
-    error is 0 if all were measured.
-    """
+    """The documents of a whole input: their number, and the mean of their sizes."""
 
     number: Estimate
     mean_size: float
-    size_error: float = 0.0
 
     def times(self, factor: float) -> "Population":
         return replace(self, number=self.number.scaled(factor, factor, factor))
@@ -81,7 +78,7 @@ class Population:
         unseen = max(0.0, 1 - sum(sizes) / (self.number.value * self.mean_size))
         if count == 1 and unseen:
             return self.number.scaled(value, 0.0, math.inf)
-        errors = [slope * self.size_error]
+        errors = []
         for amount, distance, weight, leverage in zip(
             amounts, distances, weights, leverages, strict=True
         ):

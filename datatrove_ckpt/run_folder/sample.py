@@ -54,7 +54,7 @@ def take_sample(
     writes_rows: bool = False,
     seconds: float = math.inf,
 ) -> SentSample:
-    """Sends documents of all sizes, from the whole input, to the first runner.
+    """Sends documents from the whole input to the first runner.
 
     Args:
         folder: a folder for the output, and for checkpoints that cannot lie beside the run's.

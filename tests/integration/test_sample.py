@@ -136,7 +136,7 @@ def test_a_sample_of_the_whole_input_is_exact_and_says_what_is_wrong_with_its_an
     assert "cost" not in said
 
 
-@pytest.mark.parametrize("number", [3, 4])
+@pytest.mark.parametrize("number", [9, 12])
 def test_a_sample_takes_documents_of_all_tasks(here, server, command, number):
     write_input(here, *[[f"{task}{index}" for index in range(5)] for task in "abc"])
     words = job(server, "input", "--run-folder", "run", "--tasks=3")
@@ -164,7 +164,7 @@ TAKEN = {
     "more rollouts": ({}, {"rollouts-per-document": 2}, 34),
     "another prompt": ({"prompt": "Tell {text}"}, {}, 20),
     "another server": ({"endpoint": "the same by another name"}, {}, 20),
-    "another number of tasks": ({"tasks": 1}, {}, 17),  # the second task begins to count anew
+    "another number of tasks": ({"tasks": 1}, {}, 16),  # the second task begins to count anew
     "stopped": ({}, {}, 17),
 }
 
@@ -190,7 +190,7 @@ def test_the_run_takes_what_a_sample_was_answered(here, command, case):
         if "endpoint" in of_sample:
             of_sample = {"endpoint": server.url.replace("127.0.0.1", "localhost")}
         if case == "stopped":
-            refused.add("Say b 0")
+            refused.add("Say b 5")
         run("--run-folder", "run", "--sample", 6, **of_sample)
         refused.clear()
         sent = Counter()
@@ -234,7 +234,7 @@ def test_a_sample_that_runs_or_is_damaged_is_left_out(here, server, command, sta
         else:
             (folder / "sampled.json").write_text("{")
         said = command(*words)
-    assert server.asked == {"Say a": 2, "Say b": 1}
+    assert sorted(server.asked.values()) == [1, 2]
     assert ("are not used" in said) == (state == "damaged")
 
 

@@ -28,9 +28,6 @@ SECONDS = time.time()
 FOLDER = tempfile.mkdtemp()
 TAGS = {"alpha", "beta", "gamma", "delta", "epsilon"}
 PEOPLE = ["doctor", "pilot", "cook", "judge", "smith", "nurse"]
-SEEN = set()
-WAITING = []
-STATE = SimpleNamespace(count=0, last="")
 
 
 class Thing:
@@ -57,17 +54,6 @@ def persona(document):
     return f"{random.choice(PEOPLE)} {random.sample(PEOPLE, 2)}"
 
 
-def counted(document):
-    STATE.count += 1
-    return STATE.count
-
-
-def memory(document):
-    before = STATE.last
-    STATE.last = document.text
-    return before
-
-
 async def once(document, generate):
     found = await generate.once("search", lambda: [document.text, random.random()])
     return await generate(chat(f"{found} {word(document)}"))
@@ -81,22 +67,6 @@ async def gather(document, generate):
     payloads = [chat(f"{number} {word(document)}") for number in range(4)]
     answers = await asyncio.gather(*map(generate, payloads))
     return [answer.text for answer in answers]
-
-
-async def first(document, generate):
-    payloads = [chat(f"{number} {word(document)}") for number in range(3)]
-    tasks = [asyncio.ensure_future(generate(payload)) for payload in payloads]
-    done, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    text = next(iter(done)).result().text
-    await asyncio.gather(*others)
-    return text
-
-
-async def dedupe(document, generate):
-    if document.text in SEEN:
-        return None
-    SEEN.add(document.text)
-    return await generate(chat(word(document)))
 
 
 async def mutates(document, generate):
@@ -131,22 +101,6 @@ async def url_agent(document, generate):
         return await asyncio.to_thread(agent, url, word(document))
 
 
-async def sleeps(document, generate):
-    await asyncio.sleep(1.1)
-    return await generate(chat(word(document)))
-
-
-async def barrier(document, generate):
-    future = asyncio.get_running_loop().create_future()
-    WAITING.append(future)
-    if len(WAITING) == 4 or document.id == "id 23":  # the last one
-        for each in WAITING:
-            each.set_result(None)
-        WAITING.clear()
-    await future
-    return await generate(chat(word(document)))
-
-
 async def of_the_result(document, generate):
     return f"{(await generate(chat(document.text))).text} {os.environ['WORD']}"
 
@@ -168,10 +122,7 @@ KINDS = {
     "random": asks(lambda document: random.random()),
     "seeded by id": asks(lambda document: random.Random(document.id).random()),
     "persona": asks(persona),
-    "uuid": asks(lambda document: uuid.uuid4()),
     "uuid at import": asks(lambda document: RUN),
-    "time": asks(lambda document: datetime.datetime.now()),
-    "second": asks(lambda document: f"{datetime.datetime.now():%A %H:%M:%S}"),
     "date": asks(lambda document: datetime.date.today()),
     "time at import": asks(lambda document: NOW),
     "seconds at import": asks(lambda document: SECONDS),
@@ -181,18 +132,12 @@ KINDS = {
     "object": asks(lambda document: THING),
     "process": asks(lambda document: os.getpid()),
     "folder": asks(lambda document: FOLDER),
-    "counter": asks(counted),
-    "memory": asks(memory),
     "once": once,
     "user": user,
     "gather": gather,
-    "first": first,
-    "dedupe": dedupe,
     "mutates": mutates,
     "turns": turns,
     "agent": url_agent,
-    "sleeps": sleeps,
-    "barrier": barrier,
     "result": of_the_result,
     "swallows": swallows,
     "two models": two_models,

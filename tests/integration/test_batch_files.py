@@ -3,19 +3,15 @@ in order, whatever the server says to it and however often the run is killed.
 """
 
 import json
-import os
-import signal
-import sys
+import re
 from pathlib import Path
 
 import pytest
 
 import datatrove_ckpt
 from datatrove_ckpt.readers import batch_files
-from datatrove_ckpt.testing import FakeServer, outputs
-from tests import processes
+from tests import golden
 from tests.jobs import rejects, rejects_documents, rows
-from tests.kept import until_kept
 from tests.typed_answers import embeddings
 
 CHAT = "/v1/chat/completions"
@@ -83,19 +79,10 @@ def test_each_body_is_sent_as_written_to_its_url_and_each_line_has_the_whole_ans
     assert ranked == ranks
 
 
-@pytest.mark.parametrize(
-    "line, why",
-    [
-        ({"custom_id": "1", "params": {"messages": []}}, "line 1: it has params, as Anthropic's"),
-        ({"url": CHAT, "body": {"messages": []}}, "line 1: it has no custom_id"),
-        ({"method": "POST", "url": "/x", "body": {"a": 1}}, "line 1: it has no custom_id"),
-    ],
-)
-def test_a_batch_file_of_another_form_is_named_as_one(server, run, line, why):
+@pytest.mark.parametrize("line", golden.sections("other_batch_files"))
+def test_a_batch_file_of_another_form_is_named_as_one(run, line):
     write(line)
-    said = run(code=2).error
-    assert "The input seems to be a batch file: `requests.jsonl`" in said
-    assert why in said
+    golden.hold("other_batch_files", line, run(code=2).error)
 
 
 def test_azures_urls_are_openais(server, run):
@@ -139,33 +126,12 @@ def test_a_run_whose_every_line_has_an_error_does_not_end_with_0(server, run):
     assert [line["error"]["code"] for line in results()] == ["400", "400"]
 
 
-REFUSED = [
-    ('{"custom_id": "torn', "requests.jsonl`, line 2: "),
-    ("[1]", "line 2: list, not an object"),
-    ({"url": CHAT, "body": {"messages": []}}, "line 2: it has no custom_id that is a text"),
-    (request("1", url="/v1/chat"), "line 2: its url is '/v1/chat', and not one of /v1/chat/"),
-    (request("1", method="GET"), "line 2: its method is 'GET'"),
-    (request("1", stream=True), "line 2: its body requests a stream"),
-    (
-        request("1", extra_body={"top_k": 3}),
-        "line 2: its body has extra_body, which is for OpenAI's client",
-    ),
-    (request("1", extra_headers={}), "line 2: its body has extra_headers"),
-    ({**request("1"), "body": "text"}, "line 2: its body is no object with keys"),
-    (request("1", seed=-(2**63) - 1), "line 2: its body cannot be sent as it is written: Integer"),
-    ({"custom_id": "1", "params": {"messages": []}}, "line 2: it has params, as Anthropic's"),
-    (request("0"), "line 2: an earlier line also has the custom_id '0'"),
-]
-
-
-@pytest.mark.parametrize("bad, why", REFUSED)
-def test_a_line_that_is_no_request_is_refused_before_anything_is_sent(
-    server, command, run, bad, why
-):
+@pytest.mark.parametrize("bad", golden.sections("batch_files"))
+def test_a_line_that_is_no_request_is_refused_before_anything_is_sent(server, command, run, bad):
     write(request("0"), bad, request("2"))
     said = run(code=2).error
-    assert "\n" not in said
-    assert why in said
+    golden.hold("batch_files", bad, said)
+    why = re.split("[,.] ", said.partition("line 2: ")[2])[0]
     assert why in command("doctor", *flags(server, "--model", "fake")[1:], code=1)
     assert server.payloads == []
     assert not Path("runs/x/checkpoints").exists()
@@ -173,14 +139,16 @@ def test_a_line_that_is_no_request_is_refused_before_anything_is_sent(
 
 def test_beyond_the_lines_that_are_checked_such_a_line_has_its_error(server, run, monkeypatch):
     """In files elsewhere, too."""
-    refused = [one for one in REFUSED if "earlier" not in one[1]]
-    write(request("0"), *(bad for bad, _ in refused), request("2"))
+    refused = golden.sections("batch_files")
+    refused.pop(json.dumps(request("0")))  # for what an earlier line says
+    write(request("0"), *refused, request("2"))
     monkeypatch.setattr(batch_files, "_CHECKED_LINES", 0)
     run()
     first, *found, last = results()
     assert first["error"] is last["error"] is None
-    for line, (_, why) in zip(found, refused, strict=True):
-        assert why.partition("line 2: ")[2] in line["error"]["message"]
+    for line, said in zip(found, refused.values(), strict=True):
+        why = re.split("[,.] ", said.partition("line 2: ")[2])[0]
+        assert why in line["error"]["message"]
         assert line["response"] is None
     assert len(server.payloads) == 2
 
@@ -226,38 +194,3 @@ def test_python_and_yaml_take_it_and_an_input_without_requests_needs_a_prompt(se
 
 
 IN_FLIGHT = 16
-
-
-@pytest.mark.parametrize("number", [600, pytest.param(50_000, marks=pytest.mark.full)])
-def test_a_batch_file_killed_twice_has_each_request_once_in_order_and_none_is_paid_twice(number):
-    """kill -9, once all answers are kept but for what is in flight."""
-    write(*(request(f"request-{n}", model="fake") for n in range(number)))
-    due = [number // 3, 2 * number // 3]
-    paid = []
-    checkpoints = Path("runs/x/checkpoints").absolute()
-
-    def answer(payload, times):
-        question = payload["messages"][0]["content"]
-        paid.append(question)
-        if due and len(paid) >= due[0]:
-            until_kept(checkpoints, len(set(paid)) - IN_FLIGHT)
-            due.pop(0)
-            os.killpg(process.pid, signal.SIGKILL)
-        return f"answer to {question}"
-
-    with FakeServer(answer) as server:
-        more = ["--max-concurrent-generations", str(IN_FLIGHT), "--records-per-chunk", "100"]
-        start = [sys.executable, "-m", "datatrove_ckpt", *flags(server, *more)]
-        for _ in range(2):
-            process = processes.start(start)
-            process.communicate()
-            assert process.returncode == -signal.SIGKILL
-        ended = processes.run(start)
-        assert ended.returncode == 0, ended.stderr
-    found = results()
-    assert [line["custom_id"] for line in found] == [f"request-{n}" for n in range(number)]
-    texts = [line["response"]["body"]["choices"][0]["message"]["content"] for line in found]
-    assert texts == [f"answer to ask request-{n}" for n in range(number)]
-    assert len(set(paid)) == number
-    assert len(paid) - number <= 2 * IN_FLIGHT
-    assert len(outputs(Path("runs/x/output"))) == number // 100

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.readers import CSVReader, JsonlReader, ParquetReader
+from tests import golden
 from tests.jobs import rows, runner
 from tests.unit.tables import reader_of, write_table
 
@@ -35,12 +35,6 @@ def write(folder, name, content):
         content = gzip.compress(content)
     (folder / name).write_bytes(content)
     return folder
-
-
-def refused(folder, server, reader, message):
-    with pytest.raises(CkptError, match=message):
-        runner(folder, server).run(reader(str(folder / "data")).run())
-    assert not server.asked
 
 
 VALUES = [
@@ -65,23 +59,6 @@ def test_a_value_of_json_is_read_as_json_reads_it(tmp_path, server, value):
 
 
 ROW = b'{"id": "1", "text": "a"}'
-
-
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        (b"[" + ROW + b"]", "'a.jsonl' .* holds a JSON array"),
-        (
-            json.dumps(json.loads(ROW), indent=2).encode(),
-            r"`a.jsonl`, line 1: an object must be on one line \(jq -c \. FILE .* in '{'",
-        ),
-        (ROW.decode().encode("utf-16"), "`a.jsonl`, line 1: .* not valid UTF-8"),
-        (b"id,text\n1,a\n", "`a.jsonl`, line 1: .* in 'id,text'. Correct or remove it"),
-    ],
-)
-def test_what_is_no_json_lines_is_refused(tmp_path, server, content, message):
-    write(tmp_path / "data", "a.jsonl", content)
-    refused(tmp_path, server, JsonlReader, message)
 
 
 CSV = {
@@ -128,24 +105,6 @@ def test_csv_is_read_as_pandas_reads_it(tmp_path, server, name, suffix):
     assert [row["text"] for row in rows(tmp_path)] == [row["text"] for row in found]
 
 
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        (b"id,text,n,n\n1,a,b,c\n", "'a.csv' has several columns named 'n': numbers 3, 4"),
-        (b",,text\n1,2,a\n", "'a.csv' has several columns named '': numbers 1, 2"),
-        (b"id|text\n1|a\n", "'a.csv' has '[|]' between its cells"),
-        (b'id,"text\n1,a\n', "'a.csv' has a quote that is not closed in .* line 1"),
-        ("id,text\n1,a\n".encode("utf-16"), "'a.csv' is not utf-8: .*iconv -f utf-16"),
-        ("\ufeffid,text\n1,a\n".encode("utf-16-be"), "'a.csv' is not utf-8: .*iconv -f utf-16"),
-        (b"id,txt\n1,a\n", "text_key='text'.* 'id', 'txt'"),
-        (b"id,text,media\n1,a,print\n", "'a.csv' has a 'media' that is no list"),
-    ],
-)
-def test_odd_csv_is_refused(tmp_path, server, content, message):
-    write(tmp_path / "data", "a.csv", content)
-    refused(tmp_path, server, CSVReader, message)
-
-
 @pytest.mark.parametrize("given", [";", r"\t"])
 def test_csv_with_another_delimiter_is_read_as_pandas_reads_it(tmp_path, server, command, given):
     sign = given.replace(r"\t", "\t")
@@ -164,23 +123,21 @@ def test_csv_with_another_delimiter_is_read_as_pandas_reads_it(tmp_path, server,
 DAY = datetime.date(2026, 1, 2)
 
 
-TABLES = {
-    "a text of bytes": (pa.table({"text": [b"a"]}), "text of type bytes"),
-    "another column": (pa.table({"content": ["a"]}), "text_key='text'.* 'content'"),
-    "media of texts": (pa.table({"text": ["a"], "media": ["u"]}), "'a.parquet' has a 'media'"),
-    "media of others": (
-        pa.table({"text": ["a"], "media": [[{"bytes": b"1", "path": "p"}]]}),
-        "'a.parquet' has a 'media'",
-    ),
-}
+@pytest.mark.parametrize("code", golden.sections("cases"))
+def test_an_odd_file_is_refused(tmp_path, server, code):
+    def refused(name, content):
+        data = tmp_path / "data"
+        kind = name.partition(".")[2]
+        if kind == "parquet":
+            data.mkdir()
+            pq.write_table(pa.table(content), data / name)
+        else:
+            write(data, name, content)
+        reader = {"csv": CSVReader, "jsonl": JsonlReader, "parquet": ParquetReader}[kind]
+        runner(tmp_path, server).run(reader(str(data)).run())
 
-
-@pytest.mark.parametrize("name", TABLES)
-def test_an_odd_table_is_refused(tmp_path, server, name):
-    table, message = TABLES[name]
-    (tmp_path / "data").mkdir()
-    pq.write_table(table, tmp_path / "data" / "a.parquet")
-    refused(tmp_path, server, ParquetReader, message)
+    golden.refuse("cases", code, locals(), FOLDER=tmp_path)
+    assert not server.asked
 
 
 @pytest.mark.parametrize("value", ["", False, 0])

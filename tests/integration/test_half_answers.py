@@ -30,7 +30,6 @@ from tests.clients import Sleeps, client_of
 from tests.clients import config as client_config
 from tests.half_answers import JOB, answered, tokens_in
 from tests.jobs import chat, run_job
-from tests.patience import until
 from tests.token_server import TokenServer, write_vllm
 
 INTERVAL = 4
@@ -135,22 +134,6 @@ def test_a_kill_before_each_token_loses_at_most_a_piece_of_each_answer(
         assert answered(folder) == expected
 
 
-def kill(command, folder, sent, hold):
-    """Kills an attempt once its server has generated so many tokens."""
-    kept = sum(tokens_in(folder).values()) if folder.exists() else 0
-    with HeldServer(hold) as server:
-        process = processes.start([*command, server.url])
-        assert server.held.wait(100)
-        least = kept + server.generated - server.begin - PLACES * INTERVAL
-        # What has not come to the disk yet would be lost, too: a few milliseconds.
-        until(lambda: sum(tokens_in(folder).values()) > least)
-        process.send_signal(sent)
-        # SIGTERM does not wait for the answers, although it might for ten minutes.
-        output = process.communicate(timeout=100)[0]
-    assert process.returncode in (-sent, 128 + sent), output
-    assert sum(tokens_in(folder).values()) > least
-
-
 class HeldStep(HeldServer):
     """Never answers one of the steps, except to its probe."""
 
@@ -190,26 +173,6 @@ def test_a_stop_does_not_wait_for_the_other_steps(tmp_path, expected, step):
         done = processes.run([*command, server.url])
         assert done.returncode == 0, done.stderr
         assert server.generated == sum(LENGTHS.values()) - kept + 2 * server.length
-    assert answered(folder) == expected
-
-
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 5))]
-)
-def test_real_processes_killed_again_and_again(tmp_path, expected, sent, seed):
-    (tmp_path / "job.py").write_text(JOB)
-    folder = tmp_path / "job"
-    command = [sys.executable, str(tmp_path / "job.py"), str(folder)]
-    draw = random.Random(seed)
-    needed = sum(LENGTHS.values())
-    for _ in range(3):
-        kill(command, folder, sent, draw.randrange(1, 10))
-    kept = sum(tokens_in(folder).values())
-    with TokenServer(LENGTHS) as server:
-        done = processes.run([*command, server.url])
-        assert done.returncode == 0, done.stderr
-        assert server.generated == needed - kept + 2 * server.length
     assert answered(folder) == expected
 
 

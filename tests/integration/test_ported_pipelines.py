@@ -4,7 +4,6 @@ rows are what plain Python made of the same answers; kill -9 at any point change
 
 import json
 import os
-import re
 import shutil
 import signal
 import sys
@@ -143,22 +142,9 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def ask(text, model="m"):
-    return reply({"messages": [{"content": text}], "model": model}, 0)
-
-
 def run_port(command, name):
     with FakeServer(reply) as server:
         command("run", f"{name}.yaml", f"--endpoint={server.url}")
-
-
-def columns(port, step, *names, part="output"):
-    """The rows of a step as a set, without order."""
-    files = sorted(Path(port, step, part).glob("*.parquet"))
-    rows = [row for file in files for row in pq.read_table(file).to_pylist()]
-    found = {tuple(row[name] for name in names) for row in rows}
-    assert len(found) == len(rows)
-    return found
 
 
 def shown(value):
@@ -167,9 +153,9 @@ def shown(value):
     return text if len(text) < 60 else f"{text[:40]}... {number(text):016x}"
 
 
-@pytest.mark.parametrize("port", ["reviews", "math", "feedback", "magpie", "nemotron"])
+@pytest.mark.parametrize("port", INPUTS)
 def test_the_rows_are_those_that_plain_python_made_of_the_same_answers(port, command):
-    """Until 30 November 2026 it made them here, at each run."""
+    """Until 30 November 2026 it made them here, at each run (and of evol and instruct, too)."""
     run_port(command, port)
     lines = []
     for folder in sorted(Path(port).glob("*/output")):
@@ -180,64 +166,6 @@ def test_the_rows_are_those_that_plain_python_made_of_the_same_answers(port, com
             for row in rows
         )
     golden.hold("ports", port, "\n".join(lines))
-
-
-def test_evol(command):
-    run_port(command, "evol")
-    result, rejected = set(), set()
-    drawn = columns("evol", "evolved", "id", "given", "method", part="input")
-    assert {id_ for id_, *_ in drawn} == {row["id"] for row in INPUTS["evol"][1]}
-    assert len({method for *_, method in drawn}) == 5
-    for id_, given, method in drawn:
-        text = ask(
-            f"I want you act as a Prompt Rewriter.\n{method}\n#The Given Prompt#:\n{given}\n"
-            "#Rewritten Prompt#:\n"
-        )
-        output = "" if "#" in text or text.strip() == given.strip() else ask(text)
-        if len(output) >= 12 and "sorry" not in output.lower():
-            result.add((id_, text, output))
-        else:
-            rejected.add((id_, text))
-    assert columns("evol", "result", "id", "instruction", "output") == result
-    assert columns("evol", "rejected", "id", "instruction") == rejected
-    assert result
-    assert rejected
-
-
-def test_instruct(command):
-    run_port(command, "instruct")
-    drawn = columns("instruct", "proposed", "id", "tasks", part="input")
-    assert len(drawn) == 12
-    tasks = set()
-    for _, seeds in drawn:
-        assert len(set(re.findall("Seed task [0-9]+", seeds))) == 8
-        answer = ask(f"Come up with a series of tasks:\n{seeds}\n9.")
-        proposed = [" ".join(task.split()) for task in re.split(r"\n\d+\s?\. ", answer)]
-        tasks |= {task for task in proposed if len(task.split()) > 3 and "map" not in task}
-    tasks = {task for task in tasks if not task.startswith("Write a program")}
-    assert {task for (task,) in columns("instruct", "tasks", "task")} == tasks
-    instances = set()
-    for task in tasks:
-        if "yes" in ask(f"Task: {task}\nIs it classification?").lower():
-            answer = ask(
-                f"Generate an input that corresponds to each of the class labels.\n\nTask: {task}\n"
-            )
-            parts = [part.strip().partition("\n") for part in answer.split("Class label:")[1:]]
-            pairs = [(text.strip(), label) for label, _, text in parts]
-        else:
-            answer = ask(f"Come up with examples for the following task.\n\nTask: {task}\n")
-            parts = [part.partition("Output:") for part in re.split(r"Example \d*", answer)]
-            pairs = [(a.replace("Input:", "").strip(), b.strip()) for a, _, b in parts]
-        instances |= {
-            (task, text, output)
-            for text, output in pairs
-            if output not in ("", text) and not output.endswith(":")
-        }
-    assert columns("instruct", "instances", "task", "input", "output") == instances
-    rejected = tasks - {task for task, *_ in instances}
-    assert {task for (task,) in columns("instruct", "rejected", "task")} == rejected
-    assert instances
-    assert rejected
 
 
 def rows_of(folder):
@@ -280,23 +208,3 @@ def test_kill_9_changes_no_byte_and_repeats_only_what_was_in_flight(port, comman
         command(*words)
         assert rows_of(port) == whole
         assert requests <= len(server.payloads) <= requests + 2 * SLOTS * kills
-
-
-@pytest.mark.slow
-def test_two_starts_at_once_end_with_the_rows_of_one():
-    """One is refused while the other waits for its first answer, and nothing is sent twice."""
-    with FakeServer(reply, hold_after=0) as server:
-        command = [sys.executable, "-m", "datatrove_ckpt", "run", "math.yaml", *FLAGS]
-        command.append(f"--endpoint={server.url}")
-        both = [processes.start(command) for _ in range(2)]
-        until(lambda: any(running.poll() is not None for running in both))
-        server.release()
-        said = [running.communicate()[0] for running in both]
-        assert sorted(running.returncode for running in both) == [0, 1], said
-        refused = next(text for text, running in zip(said, both, strict=True) if running.returncode)
-        assert "Another process works on this task" in refused
-        assert "math/run.lock" in refused
-        assert len(columns("math", "final", "id")) > 10
-        sent = server.asked.total()
-        assert processes.run([*command, "--run-folder=other"]).returncode == 0
-        assert server.asked.total() == 2 * sent

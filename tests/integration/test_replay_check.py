@@ -631,34 +631,3 @@ def test_doctor_and_verify_look_at_the_record(tmp_path, command):
         text=True,
     )
     assert f"{path.name} holds no recorded document" in found.stdout
-
-
-@pytest.mark.slow
-def test_eight_ranks_at_once_share_a_record_that_each_checks(tmp_path, command, monkeypatch):
-    (tmp_path / "in").mkdir()
-    for task in range(8):
-        rows = [
-            orjson.dumps({"id": f"{task}/{number}", "text": f"t{number}"}) for number in range(12)
-        ]
-        (tmp_path / "in" / f"{task}.jsonl").write_bytes(b"\n".join(rows))
-    (tmp_path / "asking.py").write_text(
-        f"import os\n{SCRIPT}".replace("OLD", "").replace(
-            "clean(document.text)", "clean(document.text) + os.environ['WORD']"
-        )
-    )
-    tasks = ["--tasks", "8", "--workers", "4"]
-    monkeypatch.setenv("WORD", "OLD")
-    assert command("run", *tasks, "--until", "30", source="in").returncode == 0
-    names = RecordedDocuments(tmp_path / "run" / "checkpoints").names()
-    assert 32 <= len(names) <= 64
-    assert not RecordedDocuments(tmp_path / "run" / "checkpoints").void
-    monkeypatch.setenv("WORD", "NEW")
-    refused = command("run", *tasks, source="in")
-    assert refused.returncode == 1, [
-        line for line in refused.stderr.splitlines() if "replay" in line
-    ]
-    assert "OLD" in refused.stderr
-    assert "recorded documents)" in refused.stderr
-    monkeypatch.setenv("WORD", "OLD")
-    assert command("run", *tasks, source="in").returncode == 0
-    assert len(RecordedDocuments(tmp_path / "run" / "checkpoints").names()) == 64

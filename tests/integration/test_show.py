@@ -114,13 +114,13 @@ def test_a_sample_prints_questions_and_answers_and_keeps_only_them(
     monkeypatch.setattr("tempfile.tempdir", str(here))
     write_job(here, job_yaml(endpoint(server), tasks=2), ["a", "b"], ["c", "d"])
     before = outputs(here / "input")
-    said = command("run", "job.yaml", "--sample", 3)
-    assert server.asked == {"Say a": 1, "Say b": 1, "Say c": 1}
+    said = command("run", "job.yaml", "--sample", 4)
+    assert server.asked == {"Say a": 1, "Say b": 1, "Say c": 1, "Say d": 1}
     first = said.out.partition("2. ")[0]
     assert first.startswith("1. id 0\n  question: Say a\n  answer: answer ")
-    assert ids(said) == ["id 0", "id 1", "id 2"]
+    assert ids(said) == ["id 0", "id 1", "id 2", "id 3"]
     assert said.out.endswith(
-        "3 of 3 documents processed. The run takes these answers where it sends the same requests, "
+        "4 of 4 documents processed. The run takes these answers where it sends the same requests, "
         "and no other document was sent.\n"
     )
     assert "resume" not in said

@@ -35,6 +35,7 @@ from datatrove_ckpt.output import output_folder
 from datatrove_ckpt.process import shutdown
 from datatrove_ckpt.testing import FakeServer
 from datatrove_ckpt.user_code.code_identity import code_identity as describe
+from datatrove_ckpt.user_code.statements import CodeSource
 from tests import forked
 from tests.clients import Sleeps
 from tests.commands import Command
@@ -80,6 +81,20 @@ def _dump_log(fixtures):
         print(f"--- {path}", *lines, sep="\n", file=sys.__stderr__)
 
 
+_parse = CodeSource.statements.func
+_parsed = {}
+
+
+def _statements(source):
+    """Those that an earlier test has found in the same text: half of what a small run computes."""
+    key = (source.path, source._documented, *source.texts.items())
+    if key not in _parsed:
+        _parsed[key] = _parse(source)
+    return _parsed[key]
+
+
+CodeSource.statements = functools.cached_property(_statements)
+CodeSource.statements.__set_name__(CodeSource, "statements")
 pytest_timeout.dump_stacks = _dump_tasks
 # Keep no row counts: a test leaves nothing in the user's cache.
 os.environ["DATATROVE_CKPT_CACHE"] = ""

@@ -346,7 +346,7 @@ class Statement:
         named = {_pattern(part) for call in reading for part in ast.walk(call)}
         return named | {text for text in self.texts if _TEXT_FILE.fullmatch(text)}
 
-    @property
+    @functools.cached_property
     def assigned(self) -> list[tuple[set[str], set[str], set[str]]]:
         values = []
         for node in self._of(_ASSIGNMENT | ast.keyword | _DEFINITION):

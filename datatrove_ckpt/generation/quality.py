@@ -71,6 +71,8 @@ class AnswerQuality:
         self._bad = 0
 
     def note(self, is_bad: bool) -> None:
+        if self._seen == _FIRST:
+            return
         self._seen += 1
         self._bad += is_bad
         if self._seen == _FIRST and 2 * self._bad > _FIRST:

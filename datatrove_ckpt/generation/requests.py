@@ -145,6 +145,7 @@ class RankContext:
 
 
 _PARKED_SECONDS = 0.05
+_finish_reason = itemgetter("finish_reason")
 
 
 class DocumentParked(Exception):
@@ -226,9 +227,9 @@ class DocumentAnswers:
         requests = self.requests
         tokens = self.tokens
         work = None  # the usual case is a shorter line: see FinishedDocument.work
-        usual = 1 if outcome == "written" else 0
-        is_usual = len(requests) == 1 and requests[0] <= 1 and not self.failed and valid == usual
-        if not is_usual:  # copies, because cancelled rollouts may still count
+        is_usual = len(requests) == 1 and requests[0] <= 1 and not self.failed
+        if not is_usual or valid != (outcome == "written"):
+            # Copies, because cancelled rollouts may still count.
             work = DocumentWork(valid, self.failed, requests.copy(), tokens.copy())
         return FinishedDocument(
             self.slot.ordinal,
@@ -260,7 +261,7 @@ class DocumentAnswers:
         counts = self.reasons
         self.results.append(result)
         self.requests[rollout_idx] += 1
-        reasons = list(map(itemgetter("finish_reason"), choices))
+        reasons = list(map(_finish_reason, choices))
         if USUAL.issuperset(reasons):
             result.reasons = reasons
         else:
@@ -270,9 +271,8 @@ class DocumentAnswers:
             ]
         for name in result.reasons:
             counts[name] = counts.get(name, 0) + 1
-        is_cut = False
-        if not ENDINGS.issuperset(reasons) and any(map(is_cut_off, reasons)):
-            is_cut = True
+        is_cut = not ENDINGS.issuperset(reasons) and any(map(is_cut_off, reasons))
+        if is_cut:
             self.cut_off += 1
             if ends_in_blanks(str(result.text)):
                 warn_once(
@@ -568,7 +568,7 @@ class RolloutRequests:
             sent, extras = merged(payload)
             if extras:
                 api = api._replace(extras=extras)
-            if api.path in _IN_TIERS and type(sent.get("service_tier")) is list:
+            if type(sent.get("service_tier")) is list and api.path in _IN_TIERS:
                 api = api._replace(tiers=sent.pop("service_tier"))  # the client adds a tier
             digest, has_null = self.digest(sent, api, retry_of)
         except ConfigError as error:

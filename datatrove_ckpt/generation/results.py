@@ -114,7 +114,7 @@ class ResultEncoder:
         return encode_finished(document, self.key)
 
     def is_doubtful(self, data: bytes) -> bool:
-        return data != DROPPED and self._trial is not None and self._trial.is_needed(data)
+        return self._trial is not None and self._trial.is_needed(data)
 
     async def try_writer(self, data: bytes, doc_id: str) -> None:
         assert self._trial is not None

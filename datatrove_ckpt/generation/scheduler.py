@@ -268,12 +268,14 @@ class Scheduler:
 
     async def _admit_all(self, documents: DocumentSource) -> None:
         is_checked = False
+        needs_server = self._server_needed.is_set()
         async for batch in documents.batches(self.checkpoint.resumed):
             for source in batch:
                 slot = self.checkpoint.admit(source.fingerprint, source.position)
                 if slot is None:
                     continue
-                if source.finished is None and not self._server_needed.is_set():
+                if not needs_server and source.finished is None:
+                    needs_server = True
                     self.runs.results.look_at_first(source.document)
                     self._server_needed.set()
                 if not is_checked:  # beside the start of the servers

@@ -73,6 +73,7 @@ class Shutdown:
         self.failure: BaseException | None = None
         self.deadline = math.inf
         self.is_fast = False
+        self.is_stopping = False
         self.aborted = False
         self.late = False
         self.given_up = 0
@@ -114,6 +115,7 @@ class Shutdown:
         now = time.monotonic()
         if not self.is_draining:
             self._began_at = now
+            self.is_stopping = True
         self.deadline = min(self.deadline, now + drain_seconds)
 
     def fast_stop(self) -> None:
@@ -132,10 +134,6 @@ class Shutdown:
     @property
     def is_requested(self) -> bool:
         return self.cause != ""
-
-    @property
-    def is_stopping(self) -> bool:
-        return self._began_at > 0
 
     @property
     def is_finishing(self) -> bool:

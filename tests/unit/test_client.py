@@ -376,7 +376,7 @@ def test_what_may_pass_is_tried_again():
         counts = (
             outcome.work.sent,
             outcome.work.retries,
-            outcome.client.answers,
+            outcome.client.outage.answers,
             outcome.client.in_flight,
         )
         assert counts == (2, 1, 1, 0), name
@@ -419,7 +419,7 @@ def test_a_server_that_never_gives_a_finish_reason_is_not_believed(settings):
     outcome.is_error(ServerRefused, *says)
     # A server that is stopping has a minute to be away, and all that time nothing is believed.
     assert 60 <= sum(outcome.sleeps) < 600
-    assert outcome.client.answers == 0
+    assert outcome.client.outage.answers == 0
 
 
 @pytest.mark.parametrize(
@@ -1189,7 +1189,7 @@ async def test_a_whole_answer_is_thrown_away_where_its_server_is_given_up_in_the
         await client.servers.disconnect(target)
         client.servers.mark_up(target, HiddenUrl(second), None)
         assert (await asking).text == "right"
-        assert (client.answers, client.sender.work.resent) == (1, 1)
+        assert (client.outage.answers, client.sender.work.resent) == (1, 1)
 
 
 def test_a_header_of_the_request_replaces_the_clients_whatever_its_case():

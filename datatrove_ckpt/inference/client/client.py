@@ -708,7 +708,7 @@ class CompletionClient:
     ) -> None:
         self.servers = servers
         self.sender = sender
-        self.answers = self.without_reason = self.in_flight = self.pausing = 0
+        self.without_reason = self.pausing = 0
         self.outage = servers.outage
         self.api = default_api(servers.config)
         self._config = servers.config
@@ -741,11 +741,14 @@ class CompletionClient:
         return self._router.oldest_of(self.sender)
 
     @property
+    def in_flight(self) -> int:
+        return len(self._router.in_flight_of(self.sender))
+
+    @property
     def must_be_answered(self) -> int:
         """The number of requests in flight that would be paid for again after a stop."""
-        attempts = [attempt for target in self._router.servers for attempt in target.attempts]
-        requests = [attempt.request for attempt in attempts]
-        return sum(request.sender is self.sender and not request.continues for request in requests)
+        attempts = self._router.in_flight_of(self.sender)
+        return sum(not attempt.request.continues for attempt in attempts)
 
     @property
     def waiting(self) -> int:
@@ -1023,7 +1026,6 @@ class CompletionClient:
             raise AttemptLost
         transport = self.servers.transport(target, api.path)
         attempt = target.start_attempt(request)
-        self.in_flight += 1
         self.sender.work.sent += 1
         try:
             answer = await self._send(attempt, transport, body, api)
@@ -1037,7 +1039,6 @@ class CompletionClient:
         finally:
             attempt.end()
             target.attempts.discard(attempt)
-            self.in_flight -= 1
         if attempt.lost:
             raise AttemptLost
         answer.seconds = time.monotonic() - attempt.started_at
@@ -1045,8 +1046,8 @@ class CompletionClient:
         if target.limits is not None:
             tokens = token_counts(answer.usage)
             target.limits.answered(request.quota_use, tokens.prompt + tokens.completion)
-        self.answers += 1
-        self.without_reason += not answer.finish_reason
+        if not answer.finish_reason:
+            self.without_reason += 1
         target.answers += 1
         target.evidence.of(api).add(body, api, attempt.started_at)
         self.outage.answered()

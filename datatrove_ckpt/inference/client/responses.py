@@ -246,12 +246,13 @@ def _read_message(choice: JsonObject) -> tuple[_Text, object, object, object]:
     if not isinstance(message, dict):
         raise UnexpectedResponse("the answer's choice has no message")
     content = message.get("content")
-    reasoning = _joined(message.get("reasoning") or message.get("reasoning_content"))
+    reasoning = message.get("reasoning") or message.get("reasoning_content")
     calls = message.get("tool_calls")
     legacy = message.get("function_call")
     if not calls and isinstance(legacy, dict):
         calls = [{"id": f"call_{legacy.get('name')}", "type": "function", "function": legacy}]
-    return _joined(content), reasoning or _thoughts(content), calls, message.get("refusal")
+    reasoning = _joined(reasoning) if reasoning else _thoughts(content)
+    return _joined(content), reasoning, calls, message.get("refusal")
 
 
 def _has_no_answer(choice: JsonObject) -> bool:

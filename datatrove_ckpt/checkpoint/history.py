@@ -9,7 +9,7 @@ Recovery does not read it, so damage costs a line and never the run. Each line h
     server      what, name, url (without secrets, or null), why
     progress    s, d, r, len, c, all, own, err, q, w, out, pos, skip, tier, call, failed, ms,
                 and own_ of err and of the last four: see ``ProgressRecord``
-    spread      ms, pt, ct, bad: see ``RequestHistograms``
+    spread      bad: see ``BadAnswers``
     end         why, what
     replay      what
 
@@ -264,41 +264,15 @@ def _work(data: Json, numbers: str, prefix: str) -> WorkCounts:
 
 
 @dataclass(slots=True, kw_only=True)
-class RequestHistograms(_HistoryRecord):
-    """The requests of this attempt that servers answered, as histograms, every ten minutes and at
-    the end; and some answers.
+class BadAnswers(_HistoryRecord):
+    """Some bad answers of this attempt, within a minute after each, and at the end.
 
     Attributes:
-        milliseconds: time from sending to the answer ("ms").
-        prompt_tokens, completion_tokens: tokens of each answer ("pt", "ct").
-        examples: some bad answers by what is wrong with them, each as the id of its document and
-            its text ("bad", if any). With a new one, the line comes within a minute.
+        bad: the ids of their documents and their texts, by what is wrong with them.
     """
 
-    KIND = "spread"
-    milliseconds: LogHistogram = field(default_factory=LogHistogram)
-    prompt_tokens: LogHistogram = field(default_factory=LogHistogram)
-    completion_tokens: LogHistogram = field(default_factory=LogHistogram)
-    examples: dict[str, list[list[str]]] = field(default_factory=dict)
-
-    def to_json(self) -> Json:
-        histograms: Json = {
-            key: sorted(getattr(self, name).items()) for key, name in HISTOGRAMS.items()
-        }
-        if self.examples:
-            histograms["bad"] = self.examples
-        return histograms
-
-    @classmethod
-    def read(cls, data: Json) -> RequestHistograms:
-        spread = cls(examples=data.get("bad", {}))
-        for key, name in HISTOGRAMS.items():
-            setattr(spread, name, LogHistogram(dict(data[key])))
-        return spread
-
-
-HISTOGRAMS = {"ms": "milliseconds", "pt": "prompt_tokens", "ct": "completion_tokens"}
-"""The histograms of ``RequestHistograms`` by their keys."""
+    KIND = "spread"  # 0.2.0 had histograms in it
+    bad: dict[str, list[list[str]]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -320,14 +294,14 @@ class ReplayResult(_HistoryRecord):
     what: str
 
 
-Record = AttemptStart | ServerEvent | ProgressRecord | RequestHistograms | AttemptEnd | ReplayResult
+Record = AttemptStart | ServerEvent | ProgressRecord | BadAnswers | AttemptEnd | ReplayResult
 _KINDS: dict[str, type[Record]] = {
     kind.KIND: kind
     for kind in (
         AttemptStart,
         ServerEvent,
         ProgressRecord,
-        RequestHistograms,
+        BadAnswers,
         AttemptEnd,
         ReplayResult,
     )
@@ -414,8 +388,8 @@ def _sampled(lines: Iterable[bytes], step: int) -> list[bytes]:
         selection = list(group)
         if not is_event:
             minutes = [line for line in selection if is_progress_line(line)]
-            histograms = [line for line in selection if not is_progress_line(line)]
-            sampled = {*minutes[::step], *minutes[-1:], *histograms[-1:]}
+            bad = [line for line in selection if not is_progress_line(line)]
+            sampled = {*minutes[::step], *minutes[-1:], *bad[-1:]}
             selection = [line for line in selection if line in sampled]
         selected += selection
     return selected
@@ -503,14 +477,14 @@ class History:
     """The parsed part of a rank's history.
 
     Attributes:
-        spreads: the last line of each attempt, over all its requests.
+        bad: the last line of each attempt.
         then: the progress line of the newest attempt that is ``RATE_SECONDS`` older than its last
             one, or as old as lines reach; None if the attempt has ended.
     """
 
     attempts: list[AttemptSummary] = field(default_factory=list)
     minutes: list[ProgressRecord] = field(default_factory=list)
-    spreads: list[RequestHistograms] = field(default_factory=list)
+    bad: list[BadAnswers] = field(default_factory=list)
     servers: list[ServerEvent] = field(default_factory=list)
     then: ProgressRecord | None = None
 
@@ -550,7 +524,7 @@ def read_history(path: str, max_lines: int = 0) -> History:
     lines = last_lines(path, None if max_lines else 1 << 19, MAX_BYTES)
     history = History()
     attempts: dict[int, AttemptSummary] = {}
-    spreads = {}
+    bad = {}
     step = len(lines) // max_lines + 1 if max_lines else len(lines) + 1
     for line in _sampled(lines, step):
         record = parse_line(line)
@@ -562,11 +536,11 @@ def read_history(path: str, max_lines: int = 0) -> History:
             history.servers = []
         elif isinstance(record, ProgressRecord):
             history.minutes.append(record)
-        elif isinstance(record, RequestHistograms):
-            spreads[record.attempt] = record
+        elif isinstance(record, BadAnswers):
+            bad[record.attempt] = record
         elif isinstance(record, ServerEvent):
             history.servers.append(record)
-    history.spreads = [*spreads.values()]
+    history.bad = [*bad.values()]
     history.attempts = [attempts[number] for number in sorted(attempts)]
     for attempt in history.attempts[:-1]:
         attempt.without_a_word = attempt.ended is None

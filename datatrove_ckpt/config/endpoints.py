@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import parse_qsl
 
 from datatrove_ckpt.common import JsonObject
@@ -39,7 +38,7 @@ class EndpointConfig:
     model: str | None = None
     requests_per_minute: Count | None = None
     tokens_per_minute: Count | None = None
-    prices: JsonObject | str | None = None
+    prices: JsonObject | None = None
     weight: Positive | None = None
 
     def __post_init__(self) -> None:
@@ -79,26 +78,8 @@ def check_url(url: str, setting: str) -> None:
         )
 
 
-def read_prices(prices: JsonObject | str | None, model: str) -> JsonObject | None:
-    """Checks and returns the prices of a model. ``prices``: prices, or the name of a file.
-
-    Raises:
-        ConfigError: the prices are wrong, or the file cannot be read, or lacks the model.
-    """
-    if isinstance(prices, str):
-        import yaml  # type: ignore[import-untyped]  # slow
-
-        path = Path(prices.removeprefix("@")).expanduser()
-        try:
-            table = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            cause = getattr(error, "strerror", None) or error
-            raise ConfigError(f"prices: {path.absolute()} cannot be read: {cause}.") from None
-        if not isinstance(table, dict) or model not in table:
-            models = ", ".join(map(str, table or ())) or "nothing"
-            raise ConfigError(f"prices: {path.absolute()} has no model {model!r}; it has {models}.")
-        of_model: JsonObject = table[model]
-        prices = of_model
+def check_prices(prices: JsonObject | None) -> None:
+    """Raises ConfigError: the prices are wrong."""
     check_value("prices", JsonObject | None, prices)
     of_tokens = dict(prices or {})
     tiers = of_tokens.pop("tiers", {})
@@ -113,4 +94,3 @@ def read_prices(prices: JsonObject | str | None, model: str) -> JsonObject | Non
                 f"prices.{name}: {number:g} is the price of one token, but prices are of a million "
                 f"tokens. Write {name}: {1e6 * number:g}."
             )
-    return prices

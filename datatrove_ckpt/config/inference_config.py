@@ -32,7 +32,7 @@ from datatrove_ckpt.common.setting_types import (
     one_of,
     takes,
 )
-from datatrove_ckpt.config.endpoints import EndpointConfig, check_url, check_variable, read_prices
+from datatrove_ckpt.config.endpoints import EndpointConfig, check_prices, check_url, check_variable
 from datatrove_ckpt.config.generation_params import (
     TOKEN_LIMITS,
     AnswerPolicy,
@@ -153,11 +153,10 @@ class InferenceConfig:
         gpus (free): GPUs of this task that its servers get together; 0: none. None: tp * dp * pp
             for each server, where tasks, replicas or several models share them.
         prices (free): of a million tokens, for the cost in ``status``: ``{"prompt": 2, "cached":
-            0.2, "cache_write": 2.5, "completion": 8, "tiers": {"flex": 0.5}}``, or "@prices.yaml",
-            a file of them by model name. "cached", "cache_write": prompt tokens that the server
-            took from its cache, or put there; they cost as the others unless said. "tiers": by how
-            much the prices of an answer in this ``service_tier`` are multiplied; "batch", of
-            ``provider_batches``, is 0.5 unless said.
+            0.2, "cache_write": 2.5, "completion": 8, "tiers": {"flex": 0.5}}``. "cached",
+            "cache_write": prompt tokens that the server took from its cache, or put there; they
+            cost as the others unless said. "tiers": by how much the prices of an answer in this
+            ``service_tier`` are multiplied; "batch", of ``provider_batches``, is 0.5 unless said.
         provider_batches (free): requests go to the provider as batches (OpenAI's ``/v1/batches``,
             Anthropic's ``/v1/messages/batches``), for half the price, and are answered within a
             day. Needs checkpoints; each request in a row is another pass over the input.
@@ -215,7 +214,7 @@ class InferenceConfig:
     accept_null_finish_reason: bool = False
     texts_per_request: Count = 1
     gpus: CountFromZero | None = None
-    prices: JsonObject | str | None = None
+    prices: JsonObject | None = None
     provider_batches: bool = False
     on_cut_off: BadAnswerSetting = "keep"
     on_loop: BadAnswerSetting = "keep"
@@ -240,7 +239,7 @@ class InferenceConfig:
             if takes(float, value) and value not in bounds:
                 raise ConfigError(f"is {value}, and {name} must be {bounds.rule}.", setting=name)
         check(InferenceConfig, vars(self))
-        self.prices = read_prices(self.prices, self.model_name_or_path)
+        check_prices(self.prices)
         self._check_endpoints()
         self._check_choices()
         self._check_gpus()
@@ -333,8 +332,8 @@ class InferenceConfig:
                 for name in entry:
                     check_value("", one_of(names), name)
                 endpoint = EndpointConfig(**{"url": None, **entry})
-                prices = read_prices(endpoint.prices, endpoint.model or self.model_name_or_path)
-                endpoints.append(replace(endpoint, prices=prices))
+                check_prices(endpoint.prices)
+                endpoints.append(endpoint)
             except ConfigError as error:
                 raise ConfigError(f"endpoints[{index}]: {error}") from None
         if len({endpoint.weight is None for endpoint in endpoints}) > 1:
@@ -399,7 +398,6 @@ class InferenceConfig:
             prices = next((end.prices for end in ends.values() if end.prices), None)
             if endpoint in ends:
                 prices = ends[endpoint].prices
-        assert not isinstance(prices, str)
         return prices or {}
 
     @property

@@ -106,8 +106,7 @@ def test_the_cost_is_the_sum_of_the_servers_bills_over_attempts_and_tiers(here, 
     budget = Budget()
     budget.left = 9
     words = ["run", "--input", "input", "--prompt", "{text}", "--model", "fake"]
-    words += ["--run-folder", "run", "--rollouts-per-document=2", "--prices", "@prices.yaml"]
-    (here / "prices.yaml").write_text(json.dumps({"other": {}, "fake": PRICES}))
+    words += ["--run-folder", "run", "--rollouts-per-document=2", "--prices", json.dumps(PRICES)]
     with FakeServer(status=budget) as server:
         server.usage = USAGE
         words += ["--endpoint", server.url, "--max-concurrent-generations=1"]

@@ -3,8 +3,7 @@
 import argparse
 import math
 import time
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterator
 from operator import itemgetter
 from pathlib import Path
 
@@ -14,8 +13,6 @@ from datatrove_ckpt.torch.training_history import (
     TrainingState,
     read_training,
 )
-
-_BARS = "▁▂▃▄▅▆▇█"
 
 
 def status(arguments: argparse.Namespace) -> int:
@@ -68,11 +65,10 @@ def _topics(state: TrainingState) -> Iterator[tuple[str, str]]:
     if state.writer:
         yield "writer", state.writer
     yield from _ranks(state)
-    for name in dict.fromkeys(name for _, row in state.curve for name in row):
-        values = [(step, row.get(name)) for step, row in state.curve]
-        points = [(at, value) for at, value in values if value is not None and math.isfinite(value)]
-        if points:
-            yield name, _plot(points)
+    newest = {name: (value, at) for at, row in state.curve for name, value in row.items()}
+    for name, (value, at) in newest.items():
+        if value is not None and math.isfinite(value):
+            yield name, f"{figure(value)} at {at}"
     for step in state.damaged:
         yield "damaged", step.damage
 
@@ -93,19 +89,6 @@ def _ranks(state: TrainingState) -> Iterator[tuple[str, str]]:
     variables = {f"{each}={value}" for sign in signs for each, value in sign["variables"].items()}
     if variables:
         yield "NCCL", " ".join(sorted(variables))
-
-
-def _plot(points: Sequence[tuple[int, float]]) -> str:
-    """Draws a curve in at most 48 cells: their means, between the least and the greatest mean."""
-    values = [value for _, value in points]
-    count = min(48, len(values))
-    edges = [number * len(values) // count for number in range(count + 1)]
-    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
-    least = min(means)
-    span = (max(means) - least) or 1.0
-    drawn = "".join(_BARS[int((mean - least) / span * (len(_BARS) - 1))] for mean in means)
-    ends = ", ".join(f"{figure(value)} at {step}" for step, value in (points[0], points[-1]))
-    return f"{drawn} {ends}; least {figure(min(values))}"
 
 
 _COLUMNS = ("step", "saved", "size", "metrics")

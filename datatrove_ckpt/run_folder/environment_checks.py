@@ -1,7 +1,7 @@
 """Checks what a job needs: settings that fit each other, folders, input, servers, a writer.
 
-A folder is checked by writes and locks in a probe folder: no rank's folder, lock or database is
-touched. A checkpoint needs locks, appends, renames, and syncs that reach permanent storage:
+A folder is checked by a write in a probe folder: no rank's folder, lock or database is touched. A
+checkpoint needs locks, appends, renames, and syncs that reach permanent storage:
 ``file_system`` finds in /proc/mounts what a folder lacks of them.
 
 Engines keep prompts from their beginning, until others need the room. So equal text costs once only
@@ -11,10 +11,9 @@ can save of the prompts of a sample, and what keeps it from doing so.
 
 import copy
 import os
-import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -26,10 +25,7 @@ from datatrove.io import DataFolder, get_datafolder
 from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.layout import CACHE, LOCK
-from datatrove_ckpt.checkpoint.lock import Lock
-from datatrove_ckpt.checkpoint.request_cache import RequestCache
-from datatrove_ckpt.common.formatting import byte_size, duration, error_text, percent, plural
+from datatrove_ckpt.common.formatting import duration, percent, plural
 from datatrove_ckpt.common.retrying import failure_line, file_system_call, hub_refusal
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import max_tokens_of
@@ -37,7 +33,6 @@ from datatrove_ckpt.config.paths import existing_part, expand_path
 from datatrove_ckpt.errors import (
     CheckpointError,
     ConfigError,
-    DocumentNotSerializable,
     ServerStartFailed,
     setting_name,
     step_place,
@@ -45,14 +40,10 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.generation.recorded_requests import unsent_prompts
 from datatrove_ckpt.generation.results import check_first, try_media
 from datatrove_ckpt.inference.servers.host import EndpointProbe, ask_endpoints, check_servers
-from datatrove_ckpt.output.arrow_types import NO_TYPES
-from datatrove_ckpt.output.document_codec import as_read, decode, encode
 from datatrove_ckpt.output.file_managers import missing_codec
-from datatrove_ckpt.output.file_names import writer_name
-from datatrove_ckpt.output.hub import HOUR, HubFolder
+from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access
 from datatrove_ckpt.output.output_folder import has_commits
-from datatrove_ckpt.output.writer_trial import WriterTrial
 from datatrove_ckpt.process import event_loop, open_files
 from datatrove_ckpt.readers import BatchReader, HuggingFaceDatasetReader
 from datatrove_ckpt.readers.empty_input import NoDocuments, explain
@@ -78,7 +69,6 @@ from datatrove_ckpt.run_folder.run_plan import (
     check_steps,
     refuse_without_claims,
 )
-from datatrove_ckpt.runner import InferenceRunner
 
 MOUNTS = Path("/proc/mounts")
 
@@ -270,7 +260,6 @@ def _upload(folder: DataFolder, name: str) -> DataFolder:
         raise
 
 
-_LEAST_FREE = 1 << 26  # bytes, for one chunk
 _ON_ONE_NODE = (
     "Tasks may run on other nodes: if those do not see this folder, choose one that all nodes see."
 )
@@ -281,37 +270,31 @@ _ON_ONE_NODE = (
 
 def check_checkpoints(folder: Path, mirrored: bool, moves: bool) -> Iterator[Finding]:
     """Checks ``checkpoints_local_dir``. ``moves``: tasks may restart on other nodes."""
-    yield from _try_locally(folder, _check_lock, _check_sqlite)
+    yield _try_locally(folder)
     yield _check_kind(file_system(folder), mirrored, moves)
-    yield check_room(folder)
 
 
 def check_local_output(folder: Path, moves: bool) -> Iterator[Finding]:
-    yield from _try_locally(folder)
+    yield _try_locally(folder)
     kind = file_system(folder)
     if not kind.lasts:
         yield Finding("warning", "file system", f"{kind.name}. {kind.concern}")
     elif moves and not kind.shared:
         yield Finding("warning", "file system", f"{kind.name}. {_ON_ONE_NODE}")
-    yield check_room(folder)
 
 
-def _try_locally(folder: Path, *tries: Callable[[Path], Finding]) -> Iterator[Finding]:
-    """Checks that the folder can be written, then runs ``tries``, each with a hidden folder
-    there.
-    """
+def _try_locally(folder: Path) -> Finding:
     probe = existing_part(folder) / f"{PROBE}{secrets.token_hex(4)}"
     try:
         try:
             files.disk.make_dir(probe)
             files.disk.replace(probe / "written", _CONTENT)
-            made = "" if folder.is_dir() else f" (will be created in {probe.parent})"
-            yield Finding("ok", "writable", f"{folder}{made}")
-            yield from (attempt(probe) for attempt in tries)
         finally:
             files.disk.remove_tree(probe)
     except (CheckpointError, OSError) as error:
-        yield Finding("problem", "writable", f"{folder}: {error}")
+        return Finding("problem", "writable", f"{folder}: {error}")
+    made = "" if folder.is_dir() else f" (will be created in {probe.parent})"
+    return Finding("ok", "writable", f"{folder}{made}")
 
 
 def _check_kind(kind: FilesystemTraits, mirrored: bool, moves: bool) -> Finding:
@@ -329,40 +312,6 @@ def _check_kind(kind: FilesystemTraits, mirrored: bool, moves: bool) -> Finding:
             "warning", "file system", f"{text} {_ON_ONE_NODE} Or set checkpoints_remote_dir."
         )
     return Finding("warning" if kind.concern else "ok", "file system", text)
-
-
-def check_room(folder: Path) -> Finding:
-    """Compares free bytes with the least that a run needs.
-
-    The probe notices a quota that is used up, and a file system without free inodes.
-    """
-    status = os.statvfs(existing_part(folder))
-    free = status.f_bavail * status.f_frsize
-    text = f"{byte_size(free)} free."
-    if free >= _LEAST_FREE:
-        return Finding("ok", "room", text)
-    return Finding("problem", "room", f"{text} Free some space, or choose another folder.")
-
-
-def _check_lock(probe: Path) -> Finding:
-    lock = Lock(probe / LOCK)
-    lock.release()
-    if lock.works:
-        return Finding("ok", "locks", "the file system has locks (tried on this machine only).")
-    text = (
-        "the file system has no locks. Of two processes for one task, the first notices the "
-        "second only after that has started: start no task twice, or choose a folder with locks."
-    )
-    return Finding("warning", "locks", text)
-
-
-def _check_sqlite(probe: Path) -> Finding:
-    try:
-        cache = RequestCache(probe / CACHE)
-    except CheckpointError as error:
-        return Finding("problem", "SQLite", f"the request cache cannot be opened here: {error}")
-    cache.close()
-    return Finding("ok", "SQLite", "WAL without shared memory works.")
 
 
 # Remote folders ----------------------------------------------------------------------------------
@@ -406,10 +355,6 @@ def check_access_of(runner: RunnerPlan, hub: HubFolder) -> str:
     return check_access(hub, private, only_look=runner.plan.for_doctor)
 
 
-_COMMITS_PER_HOUR = 128
-_LOOPBACK = re.compile(r"//(localhost|127\.|0\.0\.0\.0|\[::1?\])")
-
-
 def check_environment(plan: RunPlan) -> Iterator[Finding]:
     """Checks settings, folders and input of a job, and what its servers need.
 
@@ -443,11 +388,9 @@ def check_environment(plan: RunPlan) -> Iterator[Finding]:
         for subject, check in (("checkpoints", _check_checkpoints), ("output", _check_output)):
             yield from run_check(f"{place}{subject}", check, runner, property_name="reachable")
         if plan.for_doctor:
-            yield from run_check(f"{place}output", _check_writer, runner, sample)
             remote = runner.step.checkpoints_remote_dir
             if remote is not None:
                 yield from run_check(f"{place}mirror", check_remote, remote)
-        yield from run_check(f"{place}output", check_rules_of_hub, plan, runner.step)
 
 
 def _check_logging_dir(plan: RunPlan) -> Iterator[Finding]:
@@ -517,12 +460,6 @@ def _check_server(runner: RunnerPlan, config: InferenceConfig) -> Iterator[Findi
         expand_path("server_log_folder", config.server_log_folder)
     if is_endpoint and ready.state == "ok":
         yield from check_endpoints(config)
-    urls = [endpoint.url for endpoint in config.endpoints_by_name.values()]
-    here = [*filter(_LOOPBACK.search, urls)]
-    if as_jobs and here:
-        yield Finding(
-            "warning", "endpoint", f"{here[0]} is this machine, which the jobs cannot reach."
-        )
 
 
 def _check_checkpoints(runner: RunnerPlan) -> Iterator[Finding]:
@@ -559,54 +496,6 @@ def _check_output(runner: RunnerPlan) -> Iterator[Finding]:
         folder = Path(output.resolve_paths("")).absolute()
         check = check_local_output(folder, not runner.plan.is_local)
         yield from with_timeout(lambda: [*check], str(folder))
-
-
-def _check_writer(runner: RunnerPlan, sample: list[Document]) -> Iterator[Finding]:
-    step = runner.step
-    writer = step.output_writer
-    name = writer_name(writer)
-    document = Document(text="text", id="id")
-    if sample:
-        document = decode(as_read(sample[0]).data)
-    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-    answer = {"text": "An answer.", "finish_reason": "stop", "usage": usage}
-    if step.rollout_results:
-        document.metadata[step.metadata_key] = [answer] * step.config.rollouts_per_document
-    try:
-        WriterTrial(writer, NO_TYPES)(encode(document), document.id)
-    except DocumentNotSerializable as error:
-        text = (
-            f"{name} cannot write a document with an answer that is made up: "
-            f"{error_text(error.__cause__ or error)}. Correct it, unless real answers are "
-            "different."
-        )
-        # datatrove's writers write any document, but an adapter or a schema may expect another
-        # answer.
-        yield Finding("warning" if name.startswith("datatrove.") else "problem", "writer", text)
-    else:
-        yield Finding("ok", "writer", f"{name} writes a document with an answer that is made up.")
-
-
-def check_rules_of_hub(plan: RunPlan, step: InferenceRunner) -> Iterator[Finding]:
-    hub = HubFolder.of(step.output_writer.output_folder)
-    if hub is None or hub.is_bucket:
-        return
-    pace = step.hub_pace
-    text = f"all tasks together keep to {pace.per_hour} per hour (hub_commits_per_hour)."
-    if pace.per_hour > _COMMITS_PER_HOUR:
-        text += (
-            f" The hub allows {_COMMITS_PER_HOUR} to a free account, and refuses more for up to "
-            "an hour."
-        )
-    state: FindingState = "ok"
-    if plan.tasks > 24 * pace.per_hour:
-        state = "warning"
-        text += (
-            f" Each of {plural(plan.tasks, 'task')} makes one commit at least, which takes "
-            f"{duration(plan.tasks * HOUR / pace.per_hour)}. Use fewer tasks, or several "
-            "repositories."
-        )
-    yield Finding(state, "commits", text)
 
 
 # job checks --------------------------------------------------------------------------------------

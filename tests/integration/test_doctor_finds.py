@@ -3,14 +3,10 @@ each, exit code 1.
 """
 
 import asyncio
-import errno
-import fcntl
 import json
-import os
 import socket
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
@@ -150,21 +146,6 @@ def test_a_document_may_hold_what_cannot_be_copied_as_rollouts_take_it_out(found
 # folders, files, an earlier run ------------------------------------------------------------------
 
 
-def test_a_writer_of_the_users_own_is_tried(found):
-    head = "from datatrove.pipeline.writers import JsonlWriter\n\nclass Own(JsonlWriter):\n"
-    Path("own_writer.py").write_text(
-        f"{head}    def _write(self, document, file, name):\n        raise OSError('no route')\n"
-    )
-    job = Path("job.yaml").read_text()
-    Path("job.yaml").write_text(
-        job.replace("class_path: JsonlWriter", "class_path: own_writer.Own")
-    )
-    state, text = found()["output, writer"]
-    assert state == "problem"
-    assert "OSError: no route. Correct it" in text
-    assert not Path("out").exists()
-
-
 def test_a_check_that_fails_is_a_problem_and_no_traceback(found, monkeypatch):
     def fails(*arguments):
         raise RuntimeError("of a kind\nthat nobody thought of")
@@ -197,14 +178,6 @@ def test_what_would_fail_is_named_with_what_to_do_and_nothing_is_left(
     assert MemoryFileSystem().find("/doctor") == []
 
 
-def test_a_file_system_without_locks_is_a_warning(found, monkeypatch):
-    def flock(fd, how):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    assert found()["checkpoints, locks"][0] == "warning"
-
-
 def test_a_folder_that_never_answers_is_a_problem(found, monkeypatch):
     never = threading.Event()
     monkeypatch.setattr(environment_checks, "file_system", lambda folder: never.wait())
@@ -226,10 +199,3 @@ def test_nothing_is_written_into_a_repository_where_each_write_is_a_commit(tmp_p
     assert not any(tmp_path.iterdir())
     assert said.state == "warning"
     assert "Use hf://buckets/" in said.message
-
-
-def test_a_disk_with_too_little_room_is_a_problem(tmp_path, monkeypatch):
-    for size, state in ((1 << 27, "ok"), (1 << 25, "problem")):
-        status = SimpleNamespace(f_bavail=size, f_frsize=1)
-        monkeypatch.setattr(os, "statvfs", lambda path, status=status: status)
-        assert environment_checks.check_room(tmp_path).state == state

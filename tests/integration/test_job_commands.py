@@ -73,9 +73,7 @@ def test_doctor_looks_at_the_mirror_and_says_what_jobs_lack(here, command):
         long["executor"]["init_args"]["logging_dir"] = "logs"
         Path("local.yaml").write_text(yaml.safe_dump(long))
         command("run", "local.yaml", "--pipeline.0.limit=2")
-        said = command("doctor", "w.yaml")
-        assert "no problem, 1 warning: " in said
-        assert f"{server.url} is this machine, which the jobs cannot reach" in said
+        assert "no problem, no warning: " in command("doctor", "w.yaml")
         write("w", endpoint=server.url, tasks=2)
         assert "tasks: 1 -> 2" in command("doctor", "w.yaml", code=1)
         Path("here.jsonl").write_text('{"id": "a", "text": "b"}')

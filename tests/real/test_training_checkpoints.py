@@ -31,7 +31,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datatrove_ckpt.checkpoint import files
@@ -63,6 +62,7 @@ from datatrove_ckpt.torch import (
 from datatrove_ckpt.torch.sharded import _known_classes, _Metadata
 from datatrove_ckpt.torch.step_folder import StepName, read_manifest, sealed
 from datatrove_ckpt.torch.training_history import read_events
+from tests import golden
 from tests.crashes import crash_at
 from tests.patience import Patience, until
 from tests.processes import is_alive
@@ -283,46 +283,17 @@ def test_what_a_caller_forgets_is_said(tmp_path, warned):
 
 
 ADAM = torch.optim.Adam(LAYER.parameters())
-NAMES = ["a/b", "..", "../model", "", ".metadata"]
 
 
-@pytest.mark.parametrize(
-    "call, given, states, message",
-    [
-        ("save", 4, {}, "step 4 comes after step 8"),
-        ("save", 9.5, {}, "as an integer"),
-        ("save", 9, {"metrics": {"loss": None}}, "real number, not 'NoneType'"),
-        ("save", 9, {"model": print}, r"save: model \(builtin_\w+\) has no state_dict"),
-        ("save", 9, {"loader": DataLoader([1])}, r"loader \(DataLoader\) has no .* StatefulData"),
-        *(("save", 9, {name: LAYER}, "no name of a state") for name in NAMES),
-        ("restore", 8, {"../model": LAYER}, "holds no 'model'"),
-        ("restore", 8, {"ema": LAYER}, "holds no 'ema': it was saved without"),
-        (
-            "restore",
-            8,
-            {"model": nn.Linear(3, 3)},
-            r"model: step-00000008 does not fit: .*\s.*size",
-        ),
-        (
-            "restore",
-            8,
-            {"model": nn.Linear(3, 2).state_dict()},
-            r"does not fit: weight was \[2, 2\]",
-        ),
-        ("restore", 8, {"optimizer": ADAM.state_dict()}, "Give the optimizer"),
-        ("restore", 8, {"optimizer": torch.optim.Adam([LAYER.bias])}, "optimizer: .* does not fit"),
-        ("restore", 9, {}, r"no step 9; there are \[8\]"),
-        ("rollback", 9, {}, r"no step 9; there are \[8\]"),
-        ("rollback", 0, {}, "no step 0; there"),
-        ("rollback", None, {}, "one of to= and before="),
-    ],
-)
-def test_what_cannot_be_is_named(tmp_path, call, given, states, message):
+@pytest.mark.parametrize("code", golden.sections("mistakes_of_steps"))
+def test_what_cannot_be_is_named(tmp_path, code):
     with checkpoints(tmp_path) as saved:
         saved.save(8, model=LAYER, optimizer=ADAM)
         there = {*tmp_path.rglob("*.pt")}
-        with pytest.raises((ConfigError, TypeError), match=message):
-            getattr(saved, call)(given, **states)
+        golden.refuse("mistakes_of_steps", code, {**globals(), "saved": saved}, FOLDER=tmp_path)
+        for other in ({"model": nn.Linear(3, 3)}, {"optimizer": torch.optim.Adam([LAYER.bias])}):
+            with pytest.raises(ConfigError, match=f"{next(iter(other))}: .* does not fit"):
+                saved.restore(8, **other)
     assert {*tmp_path.rglob("*.pt")} == there
 
 

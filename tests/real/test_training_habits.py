@@ -17,6 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.torch import EverySteps, Last, ReaderDataset, TrainingCheckpoints, restore
+from tests import golden
 from tests.real.loops import write_rows
 
 LAYER = nn.Linear(2, 2)
@@ -168,23 +169,11 @@ def test_workers_outlive_the_signals_of_ones_choice(tmp_path, documents):
         assert len(list(batches)) == ROWS - 1
 
 
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"signals": ["USR2"]}, "signals: 'USR2' is no signal"),
-        ({"signals": "USR2"}, "signals: 'USR2' is no signal"),
-        ({"signals": "SIGKILL"}, "signals: 'SIGKILL' is no signal that a process here can catch"),
-        ({"save": 100}, r"save: 100 is not a policy. Write save=EverySteps\(500\)"),
-        ({"save": EverySteps}, "save: <class .*EverySteps'> is not a policy"),
-        ({"save": EverySteps(5) | Last(3)}, r"save: Last\(.*\) is not a policy"),
-        ({"keep": 3}, r"keep: 3 is not a policy. Write keep=Last\(3\)"),
-        ({"keep": EverySteps(5)}, r"keep: EverySteps\(.*\) is not a policy"),
-        ({"on_failure": "raise"}, "on_failure: 'raise' is not a function"),
-    ],
-)
-def test_arguments_of_another_kind_are_named(tmp_path, settings, message):
-    with pytest.raises(ConfigError, match=message):
-        opened(tmp_path, **settings)
+@pytest.mark.parametrize("code", golden.sections("mistakes_of_trainings"))
+def test_arguments_of_another_kind_are_named(tmp_path, code):
+    run = tmp_path / "run"
+    golden.refuse("mistakes_of_trainings", code, {**globals(), "run": run})
+    assert not run.exists() or "signals" in code
 
 
 # readers beside a training -----------------------------------------------------------------------

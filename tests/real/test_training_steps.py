@@ -243,26 +243,6 @@ def test_each_step_has_the_config_as_json(tmp_path):
     assert opened(folder).restore(model=model_of(0)) == 10
 
 
-@pytest.mark.parametrize(
-    "config, message",
-    [
-        ({"lr": [1.0, math.nan]}, "config.lr.1 is nan, which JSON cannot hold"),
-        (
-            {"model": {"weights": torch.zeros(2, 2)}},
-            r"config.model.weights is tensor\(\[\[0., 0.\], ",
-        ),
-        ({"folder": [b"/data"]}, r"config.folder.0 is b'/data', which JSON"),
-        (Settings, "config is <class '.*Settings'>, which JSON cannot hold"),
-        ("seed=7", "config is 'seed=7'. Give a dict, a dataclass or"),
-    ],
-)
-def test_a_config_that_json_cannot_hold_is_refused_before_the_training(tmp_path, config, message):
-    with pytest.raises(ConfigError, match=f"^{message}.*$") as refused:
-        opened(tmp_path / "run", config=config)
-    assert "\n" not in str(refused.value)
-    assert not Path(tmp_path, "run").exists()
-
-
 def test_a_save_that_failed_is_tried_again_before_the_next(tmp_path, monkeypatch, warned):
     disk = Full(0)
     model = nn.Linear(100, 100)

@@ -67,11 +67,9 @@ class Population:
         squares = sum(map(mul, distances, distances))
         slope = mean / mean_size
         weights = leverages = [1 / count] * count
-        # The line would leave the amounts that are known, and may fall below 0.
-        is_outside = self.mean_size < min(sizes)
-        if count > 2 and squares and not by_ratio and not is_outside:
-            positive = mean / (mean_size - min(sizes))  # at the smallest size
-            slope = min(max(0.0, sum(map(mul, distances, amounts)) / squares), positive)
+        if count > 2 and squares and not by_ratio:
+            # Amounts of the smallest documents are not below 0.
+            slope = min(max(0.0, sum(map(mul, distances, amounts)) / squares), slope)
             weights = [1 / count + correction * distance / squares for distance in distances]
             leverages = [1 / count + distance**2 / squares for distance in distances]
         value = mean + slope * correction

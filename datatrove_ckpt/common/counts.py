@@ -17,7 +17,6 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import repeat
 from operator import mul
 from typing import Any, Literal, NamedTuple, Self
 
@@ -348,7 +347,10 @@ class LogHistogram(Counter[int]):
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Self:
-        return cls(map(bisect_right, repeat(_BOUNDS), map(float, values)))
+        import numpy as np  # takes longer than ``status``, which only reads histograms
+
+        # A third of the time of ``bisect``.
+        return cls(np.searchsorted(_BOUNDS, np.fromiter(values, float), "right").tolist())
 
     def add(self, value: float) -> int:
         bucket = bisect_right(_BOUNDS, float(value))

@@ -736,7 +736,6 @@ class TrainingCheckpoints:
         try:
             if not weights_only:
                 self._has_read_folder = True
-            self._load_while_checked(states)
             parts = {f"states/{key}" for key in states}
             if reader is not None:
                 parts.add("writer")
@@ -835,12 +834,6 @@ class TrainingCheckpoints:
             raise ConfigError(f"There is no step {requested}; there are {self.steps()}.")
         return None, passed
 
-    def _load_while_checked(self, states: sharded.States) -> None:
-        self._steps.loaded = {}
-        if self._only_plain:  # a damaged file might run any code
-            names = [key for key, state in states.items() if not isinstance(state, nn.Module)]
-            self._steps.loaded = dict.fromkeys(f"states/{key}.pt" for key in names)
-
     def _names(self) -> list[StepName]:
         if not self._is_owner:
             return []
@@ -872,7 +865,6 @@ class TrainingCheckpoints:
             if not self._is_owner:
                 return ""
             damage = "It is not the same save on all nodes."
-            self._steps.loaded = dict.fromkeys(self._steps.loaded)  # of another step, or save
             try:
                 if not differs:
                     damage = self._steps.damage(name, parts)
@@ -987,7 +979,6 @@ class TrainingCheckpoints:
         self._has_read_folder = True
         self._claim()
 
-        self._load_while_checked(states)
         old, _ = self._choose(to, before)
         assert old is not None
         new = StepName(self._last.rollbacks + 1, old.step)

@@ -21,13 +21,12 @@ file of the older one. In a remote, the manifest of such a step has the format S
 large files are objects by their xxh128 in shared/, which stay as long as a step has them.
 """
 
-import io
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import orjson
 import xxhash
@@ -98,25 +97,15 @@ def check_files(
     folder: Path,
     name: StepName,
     full: bool = True,
-    load: "Callable[[str, CheckedFile], None] | None" = None,
-    loaded: Container[str] = (),
     parts: Container[str] | None = None,
 ) -> None:
     """Raises CheckpointCorrupt if a file has changed.
 
     Args:
         full: read each file; otherwise compare only the sizes.
-        load: called with each file of ``loaded``, so that it is read once.
         parts: only files of these parts are checked, see ``part_of``; None: all files.
     """
     step = folder / str(name)
-
-    def read(file: str) -> Entry:
-        with explained("read", step / file), CheckedFile(step / file) as checked:
-            if load is not None and file in loaded:
-                load(file, checked)
-            return checked.entry()
-
     entries = read_manifest(folder, name)["files"]
     if parts is not None:
         entries = {file: entry for file, entry in entries.items() if part_of(file) in parts}
@@ -129,14 +118,10 @@ def check_files(
             raise CheckpointCorrupt(f"{path} has {found_size} bytes instead of {size}.")
     if full:
         with ThreadPoolExecutor() as pool:
-            not_loaded = [file for file in entries if file not in loaded]
-            hashed = pool.map(read, not_loaded)
-            # In this thread, because memory that other threads free is not used again.
-            actual = {file: read(file) for file in entries if file in loaded}
-            actual |= zip(not_loaded, hashed, strict=True)
-        for file, entry in entries.items():
-            if actual[file] != entry:
-                raise CheckpointCorrupt(f"{step / file} has not the bytes it was saved with.")
+            hashed = pool.map(size_and_hash, [blocks(step / file) for file in entries])
+            for (file, entry), actual in zip(entries.items(), hashed, strict=True):
+                if actual != entry:
+                    raise CheckpointCorrupt(f"{step / file} has not the bytes it was saved with.")
 
 
 def part_of(file: str) -> str:
@@ -182,40 +167,6 @@ def blocks(path: Path) -> Iterator[bytes]:
     with explained("read", path), path.open("rb") as file:
         while block := file.read(_BLOCK):
             yield block
-
-
-class CheckedFile(io.FileIO):
-    """A file that hashes the bytes that are read in their order, as ``torch.load`` reads most."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._digest = xxhash.xxh3_128()
-        self._hashed = 0
-
-    def readinto(self, buffer: Any) -> int:
-        start = self.tell()
-        if self._hashed < start <= self._hashed + _BLOCK:  # torch skips gaps between tensors
-            self.seek(self._hashed)
-            self._hash(self.read(start - self._hashed))
-            self.seek(start)
-        view = memoryview(buffer).cast("B")
-        count = 0
-        while size := super().readinto(view[count : count + _BLOCK]):
-            if start + count == self._hashed:
-                self._hash(view[count : count + size])
-            count += size
-        return count
-
-    def entry(self) -> Entry:
-        """Reads the rest of the file. Returns its size and hash."""
-        self.seek(self._hashed)
-        while block := self.read(_BLOCK):
-            self._hash(block)
-        return [self._hashed, self._digest.hexdigest()]
-
-    def _hash(self, data: bytes | memoryview) -> None:
-        self._digest.update(data)
-        self._hashed += len(data)
 
 
 def size_and_hash(blocks: Iterable[bytes]) -> Entry:

@@ -65,8 +65,6 @@ class Steps:
         """Identifies the training."""
         self.back_to: int | None = None
         """The step to which the last rollback went, if steps follow it."""
-        self.loaded: Contents = {}
-        """Files that ``damage`` also loads, so that they are read once; then their contents."""
         self.damaged = set[StepName]()
         """Steps that were found damaged, and were not saved again."""
         self._whole = dict[StepName, StepManifest]()
@@ -250,19 +248,12 @@ class Steps:
 
         Raises as ``check_files`` and ``check_training``, except CheckpointCorrupt.
         """
-        contents: Contents = {}
-
-        def load(file: str, checked: step_folder.CheckedFile) -> None:
-            with suppress(Exception):  # the hash shows why, or the load that follows
-                contents[file] = torch.load(checked, map_location="cpu", weights_only=True)
-
         try:
-            step_folder.check_files(self.folder, name, True, load, self.loaded, parts)
+            step_folder.check_files(self.folder, name, parts=parts)
             self.check_training(self.manifest(name), str(self.folder / str(name)))
         except CheckpointCorrupt as error:
             self._whole.clear()  # they may have the damaged file
             return str(error)
-        self.loaded |= contents
         if parts is None:
             self._note_whole(name)
         return ""
@@ -276,9 +267,6 @@ class Steps:
 
         With ``mapped``, the memory of tensors is the file, for a caller that copies all tensors.
         """
-        found = self.loaded.pop(file, None)
-        if found is not None:
-            return found
         path = self.folder / str(name) / file
         if not path.is_file():
             raise ConfigError(f"{path.parent} holds no {path.stem!r}: it was saved without.")

@@ -6,7 +6,6 @@ Needs torch.
 import csv
 import json
 import math
-import random
 import re
 import threading
 import time
@@ -33,7 +32,6 @@ from datatrove_ckpt.torch import (
     step_folder,
 )
 from datatrove_ckpt.torch import checkpoints as module
-from datatrove_ckpt.torch.step_folder import CheckedFile, blocks, size_and_hash
 from datatrove_ckpt.torch.training_history import read_training
 from tests.real.loops import Full
 
@@ -441,39 +439,6 @@ def test_the_commands_name_a_damaged_step_and_what_a_restore_takes_instead(tmp_p
     assert "A restore takes step 40" in command("status", str(folder)).out
     with opened(folder) as saved:
         assert saved.restore() == 40
-
-
-class Counted(CheckedFile):
-    again = 0
-
-    def read(self, size):
-        data = super().read(min(size, 60_000))  # a file system may give less than is asked for
-        self.again += len(data)
-        return data
-
-
-@pytest.mark.parametrize(
-    "places", [(), (0,), (0, 2 << 20), (0, 100), (5, 3 << 20), (3 << 20, 0), (2 << 20, 1 << 20)]
-)
-def test_the_hash_of_a_file_does_not_depend_on_what_was_read_before(tmp_path, places):
-    path = tmp_path / "file"
-    path.write_bytes(random.Random(0).randbytes(5 << 20))
-    with Counted(path) as file:
-        for place in places:
-            file.seek(place)
-            file.readinto(bytearray(1 << 20))
-        assert file.entry() == size_and_hash(blocks(path))
-
-
-def test_a_file_that_is_loaded_while_it_is_checked_is_read_once(tmp_path):
-    path = tmp_path / "file.pt"
-    state = {str(number): torch.rand(1 << 20) for number in range(3)}
-    torch.save(state, path)
-    with Counted(path) as file:
-        found = torch.load(file)
-        assert file.entry() == size_and_hash(blocks(path))
-    assert file.again < path.stat().st_size / 50
-    assert all(torch.equal(found[key], state[key]) for key in state)
 
 
 def test_no_state_is_of_a_step_that_is_passed_over(tmp_path):

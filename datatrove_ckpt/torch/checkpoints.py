@@ -199,7 +199,7 @@ class TrainingCheckpoints:
         self._began = self._saved_at = self._stepped_at = time.monotonic()
         self._saved: policies.StepMetrics = {}
         if self._by_best:
-            self._saved = _metrics(self._ranks.together(self._steps.manifests)[0])
+            self._saved = _metrics(self._steps.manifests())
 
     @property
     def failure(self) -> Exception | None:
@@ -361,8 +361,8 @@ class TrainingCheckpoints:
             since = -math.inf
             all_again = 0.0
         metrics: Mapping[str, float] = {}
-        if self._by_best:
-            metrics = self._ranks.gather(_numbers(arguments.get("metrics") or {}))[0]
+        if self._ranks.rank == 0:  # only this rank compares
+            metrics = _numbers(arguments.get("metrics") or {})
         moment = policies.Moment(
             step,
             self._last.step,
@@ -482,8 +482,7 @@ class TrainingCheckpoints:
         self._saved_at = time.monotonic()
         self._pause = self._saved_at - began
         self._writing.start(self._write, name, *copies, numbers, save)
-        if self._by_best:
-            self._saved = {**self._saved, name: self._ranks.gather(numbers)[0]}
+        self._saved = {**self._saved, name: numbers}
         self._stopped += time.monotonic() - began
 
     def _gather(

@@ -55,8 +55,8 @@ class Moment:
         pause_seconds: how long the last save stopped the training; 0: none was timed.
         epoch_ended: one of the ranks had the last batch. Known beside ``EveryEpoch`` only.
         stopped_seconds: how long all saves since the start or restore stopped the training.
-        metrics: the metrics of rank 0. Known beside ``Best`` only.
-        saved: the metrics of the saved steps, of rank 0.
+        metrics: the metrics of this step, in rank 0 only.
+        saved: the metrics of the saved steps.
     """
 
     step: int

@@ -12,6 +12,7 @@ earlier releases, and of foreign sources with values that orjson does not write.
 """
 
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -217,7 +218,7 @@ def check_same(
             )
 
 
-def in_order(slots: Sequence[Slot], states: Sequence[_T]) -> list[_T]:
+def in_order(slots: Sequence[Slot], states: Sequence[_T]) -> dict[Slot, _T]:
     """Sorts the states of all slots: all ranks' first workers, then all ranks' second workers.
     Ranks that read the same rows, as with tensor parallelism, have equal states.
 
@@ -231,15 +232,15 @@ def in_order(slots: Sequence[Slot], states: Sequence[_T]) -> list[_T]:
                 f"There are two states of {slot}. Give one state of each rank."
             )
     _, ranks, _, workers = slots[0]
-    slots_in_order = [
-        Slot(number % ranks, ranks, number // ranks, workers) for number in range(ranks * workers)
-    ]
-    for slot in slots_in_order:
+    ordered = {}
+    for number in range(ranks * workers):
+        slot = Slot(number % ranks, ranks, number // ranks, workers)
         if slot not in by_slot:
             raise CheckpointMismatch(
                 f"The state of {slot} is missing. Give the states of all ranks."
             )
-    return [by_slot[slot] for slot in slots_in_order]
+        ordered[slot] = by_slot[slot]
+    return ordered
 
 
 def merge_states(states: Sequence[DatasetState], alone: bool) -> DatasetState:
@@ -252,13 +253,12 @@ def merge_states(states: Sequence[DatasetState], alone: bool) -> DatasetState:
     check_same(states, ("epoch", "order", "input", "done", "topology", "even"))
     if first.slot is None or first.topology is None:
         return first
-    states = in_order([state.slot for state in states if state.slot], states)
+    by_slot = in_order([state.slot for state in states if state.slot], states)
+    states = [*by_slot.values()]
     ended = [state.has_ended() for state in states]
     if alone:
         samples = [state.samples - state.skipped for state in states]
-        check_steps(
-            [state.slot.rank for state in states if state.slot], samples, ended, first.batch
-        )
+        check_steps(by_slot, samples, ended, first.batch)
     done = (*first.done, ConsumedRound(first.topology, tuple(state.samples for state in states)))
     return replace(
         first, done=done, slot=None, samples=0, skipped=0, batch=1, even=None, ended=all(ended)
@@ -266,21 +266,25 @@ def merge_states(states: Sequence[DatasetState], alone: bool) -> DatasetState:
 
 
 def check_steps(
-    ranks: Sequence[int], samples: Sequence[int], ended: Sequence[bool], batch: int = 1
+    slots: Iterable[Slot], samples: Sequence[int], ended: Sequence[bool], batch: int = 1
 ) -> None:
     """Raises CheckpointMismatch if ranks that have not ended are a batch or more apart.
 
     Without ``batch_size`` the batches of the loader are not known, and a difference is a warning.
     """
-    sums = dict.fromkeys(ranks, 0)
-    over = {rank for rank, has_ended in zip(ranks, ended, strict=True) if has_ended}
-    for rank, count in zip(ranks, samples, strict=True):
-        sums[rank] += count
-    counts = sorted((count, rank) for rank, count in sums.items() if rank not in over)
-    if not counts or counts[-1][0] - counts[0][0] < batch:
+    sums = Counter[int]()
+    over = set[int]()
+    for slot, count, has_ended in zip(slots, samples, ended, strict=True):
+        sums[slot.rank] += count
+        if has_ended:
+            over.add(slot.rank)
+    counts = [(sums[rank], rank) for rank in sums.keys() - over]
+    if not counts:
         return
-    low, low_rank = counts[0]
-    high, high_rank = counts[-1]
+    low, low_rank = min(counts)
+    high, high_rank = max(counts)
+    if high - low < batch:
+        return
     problem = (
         f"The states of the ranks were not saved at the same step: rank {low_rank} had {low} "
         f"samples, rank {high_rank} had {high}."
@@ -344,11 +348,12 @@ def _merge_wrappers(states: Sequence[ReaderState], alone: bool) -> ReaderState:
     if first["slot"] is None:
         check_same(states, first, ReaderState.get)
         return first
-    states = in_order([Slot(*(state["slot"] or (0, 1, 0, 0))) for state in states], states)
+    by_slot = in_order([Slot(*(state["slot"] or (0, 1, 0, 0))) for state in states], states)
+    states = [*by_slot.values()]
     ended = [bool(state["finished"]) for state in states]
     if alone:
         samples = [int(state.get("given") or state.get("drawn") or 0) for state in states]
-        check_steps([state["slot"][0] for state in states], samples, ended)
+        check_steps(by_slot, samples, ended)
     merged = {key: first[key] for key in ("kind", "version", "options", "epoch")}
     merged |= {"slot": None, "finished": all(ended)}
     if all(ended):

@@ -72,7 +72,10 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 
-def batch_rows(batch: pa.RecordBatch | list[Row | None], numbers: Numbers) -> Sequence[Row | None]:
+RowBatch: TypeAlias = "pa.RecordBatch | list[Row | None]"
+
+
+def batch_rows(batch: RowBatch, numbers: Numbers) -> Sequence[Row | None]:
     """Returns None for a damaged line."""
     if isinstance(batch, list):
         return [row and json_row(row) for row in map(batch.__getitem__, numbers.tolist())]
@@ -83,9 +86,7 @@ def batch_rows(batch: pa.RecordBatch | list[Row | None], numbers: Numbers) -> Se
     return rows
 
 
-def batch_columns(
-    batch: pa.RecordBatch | list[Row | None], numbers: Numbers
-) -> dict[str, list[object]]:
+def batch_columns(batch: RowBatch, numbers: Numbers) -> dict[str, list[object]]:
     """Returns the columns of these rows; none if the keys of dicts differ."""
     if not isinstance(batch, list):
         columns = zip(batch.schema.names, batch.columns, strict=True)
@@ -143,8 +144,7 @@ def _values(column: pa.Array, numbers: Numbers) -> list[object]:
         return _values(selected.dictionary_decode(), np.arange(len(numbers)))
     is_plain = (_is_number(kind) or types.is_boolean(kind)) and not selected.null_count
     if is_plain or types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind):
-        plain: list[object] = selected.to_numpy(zero_copy_only=False).tolist()
-        return plain
+        return [*selected.to_numpy(zero_copy_only=False).tolist()]
     values: list[object] = selected.to_pylist()
     if _is_number_list(kind):
         dtype = kind.value_type.to_pandas_dtype()
@@ -180,7 +180,7 @@ _JOINED = 2**23
 _RELEASED = 6
 """After so many joins the allocator gives back memory."""
 
-Parts: TypeAlias = "Iterator[tuple[Numbers, pa.RecordBatch | list[Row | None], Numbers]]"
+Parts: TypeAlias = "Iterator[tuple[Numbers, RowBatch, Numbers]]"
 """Rows in parts: their places among the wanted rows, a batch or list, and their numbers in it."""
 
 
@@ -188,7 +188,7 @@ class RowBatches:
     """Rows of several tables or lists, one after the other."""
 
     def __init__(self, parts: Iterable[BlockRows]) -> None:
-        self._batches: list[pa.RecordBatch | list[Row | None]] = []
+        self._batches: list[RowBatch] = []
         for part in parts:
             self._batches += [part] if isinstance(part, list) else part.to_batches()
         self._ends = np.cumsum([len(batch) for batch in self._batches], dtype=np.int64)
@@ -385,9 +385,9 @@ def parse_window(window: int | str) -> Window:
     if isinstance(window, str):
         size = parse_bytes(window)
         if size is not None:
-            return Window(bytes=max(1, size))
+            return Window(bytes=size)
     elif type(window) is int and window > 0:
-        return Window(rows=window, bytes=None)
+        return Window(rows=window)
     raise ConfigError(f'window must be a number of rows, or bytes like "256MB", not {window!r}.')
 
 

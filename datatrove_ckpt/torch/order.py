@@ -53,7 +53,7 @@ class Window:
     """The size of the shuffle over all ranks and workers: ``rows`` or ``bytes``, the other None."""
 
     rows: int | None = None
-    bytes: int | None = 2**28
+    bytes: int | None = None
 
     @property
     def limit(self) -> int:
@@ -277,14 +277,12 @@ def deal_files(table: BlockTable, count: int) -> Numbers:
 def unevenness(table: BlockTable, count: int) -> float:
     """Returns the part of the longest share of whole files that the shortest share lacks."""
     sums = np.bincount(deal_files(table, count)[table.file], weights=table.rows, minlength=count)
-    if len(sums) and sums.max():
+    if sums.max():
         return float(1 - sums.min() / sums.max())
     return 0.0
 
 
 def shuffled_blocks(table: BlockTable, blocks: Numbers, salt: int) -> Numbers:
-    if not len(blocks):
-        return blocks
     files, inverse = np.unique(table.file[blocks], return_inverse=True)
     within = np.where(
         table.is_stream[blocks], np.arange(len(blocks), dtype=np.uint64), _hashes(blocks, salt)
@@ -340,9 +338,7 @@ def _whole(table: BlockTable, blocks: Numbers) -> Pieces:
 
 def _rows_between(pieces: Pieces, ends: Numbers, low: int, high: int) -> Pieces:
     first = int(np.searchsorted(ends, low, side="right"))
-    last = first
-    if high > low:
-        last = int(np.searchsorted(ends, high, side="left")) + 1
+    last = int(np.searchsorted(ends, high, side="left")) + 1
     part = pieces.part(first, last)
     starts = ends[first:last] - part.rows
     skipped = np.maximum(0, low - starts)

@@ -66,7 +66,7 @@ INPUTS = {
     "many blocks": blocks_of(*([3] * 20 for _ in range(8))),
     "nothing": blocks_of([0]),
 }
-WINDOWS = [Window(rows=1, bytes=None), Window(rows=16, bytes=None), Window(bytes=300), Window()]
+WINDOWS = [Window(rows=1), Window(rows=16), Window(bytes=300), Window(bytes=2**28)]
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
@@ -82,11 +82,11 @@ def test_each_row_has_one_position(window):
 def test_seed_and_epoch_alone_define_the_order():
     table = BlockTable(INPUTS["many blocks"])
     orders = {
-        key: rows_in_order(table, order_by_rows(table, *key, Window(rows=100, bytes=None)))
+        key: rows_in_order(table, order_by_rows(table, *key, Window(rows=100)))
         for key in product((0, 1), (0, 1))
     }
     assert len({tuple(order) for order in orders.values()}) == 4
-    again = order_by_rows(table, 1, 0, Window(rows=100, bytes=None))
+    again = order_by_rows(table, 1, 0, Window(rows=100))
     assert rows_in_order(table, again) == orders[1, 0]
     assert orders[0, 0][:4] == FIRST_ROWS, "states of earlier releases need the same order"
 
@@ -99,8 +99,8 @@ def test_skip_and_limit_count_rows_of_the_whole_input(skip, limit):
     blocks = INPUTS["few files"]
     table = BlockTable(blocks, skip=skip, limit=limit)
     wanted = all_rows(blocks)[skip : skip + limit if limit >= 0 else None]
-    assert rows_in_order(table, order_by_rows(table, None, 0, Window())) == wanted
-    assert sorted(rows_in_order(table, order_by_rows(table, 1, 0, Window()))) == wanted
+    assert rows_in_order(table, order_by_rows(table, None, 0, Window(bytes=2**28))) == wanted
+    assert sorted(rows_in_order(table, order_by_rows(table, 1, 0, Window(bytes=2**28)))) == wanted
     assert table.total == len(wanted)
 
 
@@ -124,11 +124,11 @@ def span_and_neighbours(rows, per_file, files):
 @pytest.mark.parametrize(
     "window, streams, least_span, most_near",
     [
-        (Window(rows=64_000, bytes=None), (), 8.5, 0.08),
+        (Window(rows=64_000), (), 8.5, 0.08),
         (Window(bytes=2**26), (), 8.5, 0.08),
         # Files that cannot be entered take turns. Rows of one file within a window are near each
         # other.
-        (Window(rows=10_000, bytes=None), range(10), 9.5, 0.06),
+        (Window(rows=10_000), range(10), 9.5, 0.06),
     ],
     ids=str,
 )
@@ -160,7 +160,7 @@ def open_at_most(table, order, window):
 
 def test_the_window_bounds_what_is_open():
     table = BlockTable(TEN_FILES)
-    for window in (Window(rows=64_000, bytes=None), Window(bytes=2**26), Window(bytes=2**28)):
+    for window in (Window(rows=64_000), Window(bytes=2**26), Window(bytes=2**28)):
         order = order_by_rows(table, 1, 0, window)
         assert window.limit / 2 < open_at_most(table, order, window) <= window.limit
     tiny = order_by_rows(table, 1, 0, Window(bytes=1))
@@ -180,7 +180,7 @@ def test_workers_that_divide_the_shares_read_no_block_twice():
 
 def test_files_that_cannot_be_entered_are_each_read_from_the_beginning_to_the_end():
     table = BlockTable(blocks_of(*([100] * 30 for _ in range(40))), streams=range(40))
-    order = order_by_rows(table, 1, 0, Window(rows=3200, bytes=None))
+    order = order_by_rows(table, 1, 0, Window(rows=3200))
     read = Counter()
     seen = {}
     for number, share in enumerate(order.shares):

@@ -181,8 +181,7 @@ class Steps:
         """
         if not is_large(entry):
             return False
-        names = sorted(set(self.names()) - self.damaged)[-2:]
-        manifests = step_folder.whole_manifests(names, self.manifest) | self._whole
+        manifests = self.manifests() | self._whole
         sources = [
             (name, self.folder / str(name) / file)
             for name, manifest in sorted(manifests.items())[-2:]
@@ -250,7 +249,7 @@ class Steps:
         """
         try:
             step_folder.check_files(self.folder, name, parts=parts)
-            self.check_training(self.manifest(name), str(self.folder / str(name)))
+            self.check_training(self.manifest(name), self.folder / str(name))
         except CheckpointCorrupt as error:
             self._whole.clear()  # they may have the damaged file
             return str(error)
@@ -258,7 +257,7 @@ class Steps:
             self._note_whole(name)
         return ""
 
-    def check_training(self, manifest: StepManifest, place: str) -> None:
+    def check_training(self, manifest: StepManifest, place: object) -> None:
         if self.training and manifest["training"] != self.training:
             raise CheckpointCorrupt(f"{place} is of another training.")
 

@@ -60,6 +60,7 @@ from datatrove_ckpt.torch.step_folder import (
 from datatrove_ckpt.torch.steps import Contents, Steps
 from datatrove_ckpt.torch.training_history import TrainingHistory, config_file, write_heartbeat
 from datatrove_ckpt.torch.training_input import TrainingInput
+from datatrove_ckpt.torch.watched_loader import note_use
 
 Writer = Callable[[Path], object]
 
@@ -294,7 +295,7 @@ class TrainingCheckpoints:
             Preempted, SystemExit: a signal came, or the job's time ends. The step is saved.
         """
         self._report()
-        self._input.note_step()
+        note_use(self._input.loader)
         now = time.monotonic()
         self._longest_step = max(self._longest_step, now - self._stepped_at)
         self._stepped_at = now
@@ -360,7 +361,7 @@ class TrainingCheckpoints:
         if busy:
             since = -math.inf
             all_again = 0.0
-        metrics: Mapping[str, float] = {}
+        metrics = dict[str, float]()
         if self._ranks.rank == 0:  # only this rank compares
             metrics = _numbers(arguments.get("metrics") or {})
         moment = policies.Moment(
@@ -804,7 +805,7 @@ class TrainingCheckpoints:
         self._steps.training = next(filter(None, self._ranks.gather(self._steps.training)), "")
         passed: list[str] = []
         names = sorted(set().union(*listings))
-        self._newest = next(reversed(names), self._last)
+        self._newest = max(names, default=self._last)
         if step == "best":
             names = self._ranks.together(self._best_last)[0]
         elif before is not None:

@@ -48,15 +48,13 @@ class TrainingInput:
     epoch: int | None = 0
     told_epoch: int | None = None
     restored: dict[int, list[Any]] = field(default_factory=dict)
+    loader: DataLoader | None = None
     _epochs_ended: int = 0
-    _loader: DataLoader | None = None
 
-    def has_ended(
-        self, loader: DataLoader | None = None, epoch: int | None = None, **ignored: object
-    ) -> bool:
+    def has_ended(self, loader: Any = None, epoch: int | None = None, **ignored: object) -> bool:
         before = self._epochs_ended
         source = _source_of(loader)
-        if loader is not None and source is not None:
+        if source is not None:
             states = list(find_states(loader.state_dict(), is_ours))
             ended = bool(states) and all(map(source._has_ended, states))
             epoch = source._shared.epoch + source._shared.again + ended
@@ -83,16 +81,11 @@ class TrainingInput:
             stateful.refuse_begun(loader)
             keep_workers(loader, self.seed(step), self._signals)
             watch(loader)
-            self._loader = loader
+            self.loader = loader
 
     def seed(self, step: int) -> int:
         seed = f"{torch.initial_seed()} {self._ranks.rank} {step}"
         return xxh3_64_intdigest(seed.encode()) >> 1
-
-    def note_step(self) -> None:
-        restored = getattr(self._loader, "_restored", None)
-        if restored is not None:
-            restored.is_used = bool(restored.batches)
 
     def load(self, loader: DataLoader | None, name: StepName, inputs: list[Any]) -> None:
         """Raises ConfigError if the step has no input, or an input of another number of ranks."""

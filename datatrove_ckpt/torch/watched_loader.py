@@ -77,7 +77,7 @@ class RestoredInput:
 class _Batches(Iterator[Any]):
     """No generator, which an error of a transform would end."""
 
-    _batches: Iterator[Any]
+    _batches: Any
     _restored: RestoredInput | None
 
     def __next__(self) -> Any:
@@ -98,8 +98,7 @@ class _Batches(Iterator[Any]):
         return batch
 
     def __len__(self) -> int:
-        batches: Any = self._batches
-        return len(batches)
+        return len(self._batches)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
@@ -109,6 +108,13 @@ def watch(loader: Any, restored: RestoredInput | None = None) -> None:
     if not hasattr(type(loader), "_restored"):  # a wrapper has its loader's attributes
         loader.__class__ = _watched(type(loader))
     loader._restored = restored
+
+
+def note_use(loader: Any) -> None:
+    """Notes that the batches which the loader has given are trained."""
+    restored = getattr(loader, "_restored", None)
+    if restored is not None:
+        restored.is_used = bool(restored.batches)
 
 
 def _watched(kind: Any) -> Any:
@@ -127,8 +133,7 @@ def _watched(kind: Any) -> Any:
         if hasattr(kind, "state_dict"):
 
             def state_dict(self) -> Any:
-                if self._restored is not None:
-                    self._restored.is_used = bool(self._restored.batches)
+                note_use(self)
                 return super().state_dict()
 
     Watched.__name__ = Watched.__qualname__ = kind.__name__

@@ -8,7 +8,6 @@ all unsaved work. A save stops the work for C seconds.
 
 import math
 import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -77,7 +76,7 @@ class Policy:
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        return (self,)
+        return tuple(getattr(self, "_parts", (self,)))
 
     def __or__(self, other: "Policy") -> "AnyOf":
         return AnyOf((*self.parts, *other.parts))
@@ -108,10 +107,6 @@ class AnyOf(SavePolicy, KeepPolicy):
     def __init__(self, parts: tuple[Any, ...]) -> None:
         self._parts = parts
 
-    @property
-    def parts(self) -> tuple[Any, ...]:
-        return self._parts
-
     def is_due(self, moment: Moment) -> bool:
         return any(part.is_due(moment) for part in self._parts)
 
@@ -122,10 +117,7 @@ class AnyOf(SavePolicy, KeepPolicy):
 def check_policy(
     setting: str, policy: object, kind: type[SavePolicy] | type[KeepPolicy], example: str
 ) -> None:
-    parts: tuple[object, ...] = (policy,)
-    if isinstance(policy, Policy):
-        parts = policy.parts
-    for part in parts:
+    for part in getattr(policy, "parts", (policy,)):
         if part is not None and not isinstance(part, kind):
             raise ConfigError(
                 f"{part!r} is not a policy. Write {setting}={example}, or several with |.",
@@ -244,7 +236,7 @@ class Best(SavePolicy, KeepPolicy):
         return self.metric.removeprefix("-")
 
     def is_due(self, moment: Moment) -> bool:
-        newest = StepName(sys.maxsize, moment.step)
+        newest = StepName(1 << 60, moment.step)
         return self.ordered({**moment.saved, newest: moment.metrics})[:1] == [newest]
 
     def kept(self, metrics: StepMetrics) -> set[StepName]:

@@ -83,8 +83,7 @@ class Mix(stateful.StatefulWrapper):
                 f"A Mix with at_end={self.at_end!r} does not know how many samples it has. Set "
                 "max_steps."
             )
-        sources: list[Any] = self._sources
-        return sum(map(len, sources))
+        return sum(map(len, self._sources))
 
     def _new_pass(self, epoch: int, slot: Slot, state: ReaderState | None) -> "Mixing":
         if state is None:

@@ -247,7 +247,6 @@ def _encoded(tokens: TokenArray) -> list[str]:
         tokens = tokens.astype(
             np.promote_types(np.min_scalar_type(tokens.min()), np.min_scalar_type(tokens.max()))
         )
-    tokens = tokens.astype(tokens.dtype.newbyteorder("<"))
     return [tokens.dtype.str, base64.b64encode(tokens.tobytes()).decode()]
 
 

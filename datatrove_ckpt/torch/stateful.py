@@ -352,15 +352,11 @@ class StatefulWrapper(StatefulIterable):
                     "state_dict and load_state_dict: its position cannot be saved. Use a "
                     "ReaderDataset, or another iterable with a state."
                 )
-        for source in sources:
             shared: Any = getattr(source, "dataset", source)
             if (getattr(shared, "world_size", None) or 1) > self.world_size:
                 self.rank = shared.rank
                 self.world_size = shared.world_size
-        self._sources = list(sources)
-        self._epoch = 0
-        self._slot = Slot(0, 1, 0, 1)
-        """``_epoch`` and ``_slot`` are of the latest iteration."""
+        self._sources: list[Any] = list(sources)
 
     def _options(self) -> ReaderState:
         return {name: getattr(self, name) for name in self._names_of_options}

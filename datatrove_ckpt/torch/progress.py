@@ -23,9 +23,7 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self._records = 0
-        self._is_over = threading.Event()
-        self._process = 0
+        self._records = self._process = 0
 
     def start(self) -> None:
         if self._process == os.getpid():
@@ -48,8 +46,7 @@ class Progress:
         store = self._store()
         if not store.check([str(rank)]):
             return [0, 0, 0]
-        record: list[int] = orjson.loads(store.get(str(rank)))
-        return record
+        return [*orjson.loads(store.get(str(rank)))]
 
     def _store(self) -> dist.Store:
         return dist.PrefixStore("datatrove_ckpt progress", dist.group.WORLD.get_group_store())
@@ -62,9 +59,8 @@ class Progress:
                 store.set(str(dist.get_rank()), orjson.dumps([self._records, *self.counts()]))
 
     def _end(self) -> None:
-        if self._process == os.getpid():
-            self._is_over.set()
-            self._thread.join()
+        self._is_over.set()
+        self._thread.join()  # in a forked process it has ended
 
 
 PROGRESS = Progress()

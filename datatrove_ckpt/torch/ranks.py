@@ -178,8 +178,7 @@ class Ranks:
         tensor = torch.tensor(values, dtype=torch.float64)
         with _unless_ended():
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
-        highest: list[float] = tensor.tolist()
-        return highest
+        return [*tensor.tolist()]
 
     def owner(self, folder: Path) -> int:
         """Returns the lowest rank that sees this very folder, on a disk of its node or a shared

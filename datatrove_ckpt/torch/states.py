@@ -24,6 +24,7 @@ import orjson
 from loguru import logger
 from xxhash import xxh3_64_hexdigest
 
+from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers.inputs import ReaderState
 from datatrove_ckpt.torch.order import ConsumedRound, Even, RemainingPositions, Topology
@@ -75,19 +76,17 @@ def load_file(state: ReaderState | str | PathLike[str]) -> object:
 
     with Path(state).open("rb") as file:
         try:
-            if zipfile.is_zipfile(file):
-                with zipfile.ZipFile(file) as archive:  # torch compares no checksums
-                    damaged = archive.testzip()
-                if damaged:
-                    raise ValueError(f"{damaged} has another checksum")
+            with zipfile.ZipFile(file) as archive:  # torch compares no checksums
+                damaged = archive.testzip()
+            if damaged:
+                raise ValueError(f"{damaged} has another checksum")
             file.seek(0)
             value: object = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise CheckpointCorrupt(
                 f"The file {str(state)!r} cannot be read: it is damaged, or torch.save did not "
-                f"write it, or it holds more than torch.load(weights_only=True) takes ({reason}). "
-                f"{REMEDY}"
+                "write it, or it holds more than torch.load(weights_only=True) takes "
+                f"({failure_line(error)[:200]}). {REMEDY}"
             ) from error
     check_checksums(value, str(state))
     return value

@@ -72,11 +72,8 @@ def _plain(value: object, path: str) -> object:
 
 def write_heartbeat(folder: Path, rank: int, ranks: int, step: int) -> None:
     """A full disk does not stop the training."""
-    variables = {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(("NCCL_", "TORCH_NCCL_"))
-    }
+    prefixes = ("NCCL_", "TORCH_NCCL_")
+    variables = {name: os.environ[name] for name in os.environ if name.startswith(prefixes)}
     sign = {
         **this_process(),
         "rank": rank,
@@ -94,9 +91,9 @@ def read_heartbeats(folder: Path) -> list[JsonObject]:
     for path in sorted(folder.glob(".rank-*")):
         with suppress(ValueError, OSError):
             signs.append(orjson.loads(path.read_bytes()))
-    newest = max((sign["at"], sign["ranks"]) for sign in signs) if signs else (0.0, 0)
     # Earlier attempts may have had more ranks.
-    return [sign for sign in signs if sign["rank"] < newest[1]]
+    _, ranks = max(((sign["at"], sign["ranks"]) for sign in signs), default=(0.0, 0))
+    return [sign for sign in signs if sign["rank"] < ranks]
 
 
 HISTORY = "history.jsonl"

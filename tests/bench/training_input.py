@@ -8,8 +8,9 @@ resume is exact if a new process with the saved state gives the rest of the rows
 grain litdata webdataset``; without a library its row is empty.
 
 ``--texts`` instead: 40,000 rows with an id and a text (450 bytes) as Parquet, Arrow and JSON Lines,
-ours and ``datasets.iter(batch)``: us of CPU a row of the opening and the first epoch, and of later
-ones, and the median of the ratios of each round; then us of a state, and of its checksum of before.
+ours and ``datasets.iter(batch)``, in turn, each time in a fork of a process with all imports: us of
+CPU a row of the opening and the first epoch, and of later ones, and their ratio, round by round;
+then the medians; then us of a state, and of its checksum of before. Two rounds take a minute.
 
 Rows become numpy arrays and texts, except with "(arrow)". litdata and webdataset read
 files of their own, made before. torchdata.nodes reads the stream of ``datasets``.
@@ -31,12 +32,14 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from loguru import logger
 from xxhash import xxh3_64_hexdigest
 
 from tests.bench.measure import ROOT, interleaved, median
 from tests.bench.systems import cpu_seconds, highest_memory
 from tests.bench.tables import markdown, parser
 
+OFFLINE = {"HF_HUB_OFFLINE": "1", "DATATROVE_CKPT_CACHE": ""}
 COLUMNS = ["input_ids", "text", "label"]
 FILES, BATCH, STOP, WINDOW = 8, 512, 70, 65_000
 """``WINDOW``: rows as many as 128 MB hold, for those that count rows."""
@@ -261,8 +264,6 @@ def digest(batches):
 
 
 def child(way, folder, shuffled, task):
-    if task.isdecimal():
-        return texts_child(way, folder, shuffled, task)
     made, saved = WAYS[way](Path(folder), shuffled == "True"), Path(folder, "state")
     if task == "measure":
         import pandas  # noqa: F401 (pyarrow imports it with the first array)
@@ -311,23 +312,21 @@ OPENED = {"parquet": ".parquet", "arrow": ".arrow", "json": ".jsonl"}
 """Formats of texts, by datasets' names, with the ends of their files."""
 
 
-def texts_child(way, folder, shuffled, batch):
-    """Prints the seconds of CPU of the opening with the first epoch, and of a later epoch."""
+def texts_costs(library, folder, kind, shuffled, batch):
+    """Returns us of CPU a row of the opening with the first epoch, and of a later epoch."""
     import datasets
-    import pandas  # noqa: F401
 
     from datatrove_ckpt.torch import ReaderDataset
 
-    library, kind = way.split()
     began = cpu_seconds()
     if library == "ours":
-        rows = ReaderDataset.from_folder(Path(folder) / kind)
-        batches = (rows.shuffle(seed=1) if shuffled == "True" else rows).batch(int(batch))
+        rows = ReaderDataset.from_folder(folder / kind)
+        batches = (rows.shuffle(seed=1) if shuffled else rows).batch(batch)
     else:
         files = f"{folder}/{kind}/*{OPENED[kind]}"
         rows = datasets.load_dataset(kind, data_files=files, split="train", streaming=True)
-        rows = rows.shuffle(seed=1, buffer_size=WINDOW) if shuffled == "True" else rows
-        batches = rows.iter(int(batch))
+        rows = rows.shuffle(seed=1, buffer_size=WINDOW) if shuffled else rows
+        batches = rows.iter(batch)
     seconds = []
     for number in range(7):
         (batches if library == "ours" else rows).set_epoch(number)
@@ -335,29 +334,58 @@ def texts_child(way, folder, shuffled, batch):
         seconds.append(cpu_seconds() - began)
         began = cpu_seconds()
         if library != "ours":
-            batches = rows.iter(int(batch))
-    found = {"first": seconds[0] / read * 1e6, "later": min(seconds[1:]) / read * 1e6}
-    print(json.dumps(found), flush=True)
+            batches = rows.iter(batch)
+    return {"first": seconds[0] / read * 1e6, "later": min(seconds[1:]) / read * 1e6}
+
+
+def forked(call):
+    """Returns a call's result in a process of its own, which has the imports of this process."""
+    pipe, result = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(result, json.dumps(call()).encode())
+        finally:
+            os._exit(0)
+    os.close(result)
+    with os.fdopen(pipe, "rb") as file:
+        text = file.read()
+    os.waitpid(child, 0)
+    return json.loads(text)
 
 
 def measure_texts(folder, rounds):
+    os.environ |= OFFLINE
+    import datasets  # noqa: F401 (an import is no part of the opening)
+    import pandas  # noqa: F401
+
+    from datatrove_ckpt.torch import ReaderDataset  # noqa: F401
+
     make_texts(folder)
+    logger.remove()
+    variants = [*itertools.product(OPENED, (False, True), (64, 512))]
+    found = {variant: [] for variant in variants}
+    for number in range(rounds):
+        for kind, shuffled, batch in variants:
+            costs = {}
+            for library in ("ours", "datasets")[:: 1 if number % 2 else -1]:
+                costs[library] = forked(
+                    partial(texts_costs, library, folder, kind, shuffled, batch)
+                )
+            figures = {}
+            for key in ("first", "later"):
+                ours, others = (costs[library][key] for library in ("ours", "datasets"))
+                figures |= {key: ours, f"{key} datasets": others, f"{key} x": ours / others}
+            found[kind, shuffled, batch].append(figures)
+            name = f"{kind}, {'shuffled' if shuffled else 'ordered'}, {batch}"
+            shown = ", ".join(f"{key} {figure:.2f}" for key, figure in figures.items())
+            print(f"round {number + 1} of {rounds}: {name}: {shown}", flush=True)
     rows = []
-    for kind, shuffled, batch in itertools.product(OPENED, (False, True), (64, 512)):
-        found = interleaved(
-            [f"ours {kind}", f"datasets {kind}"],
-            rounds,
-            lambda way, s=shuffled, b=batch: run(way, folder, s, str(b)),
-        )
-        ours, others = found.values()
-        figures = []
-        for key in ("first", "later"):
-            figures += [round(median(each, key), 2) for each in (ours, others)]
-            ratios = [{key: own[key] / its[key]} for own, its in zip(ours, others, strict=True)]
-            figures.append(round(median(ratios, key), 2))
-        rows.append([kind, "shuffled" if shuffled else "ordered", str(batch), *map(str, figures)])
+    for (kind, shuffled, batch), costs in found.items():
+        figures = [f"{median(costs, key):.2f}" for key in costs[0]]
+        rows.append([kind, "shuffled" if shuffled else "ordered", str(batch), *figures])
     header = ["us of CPU a row", "", "batch", "first", "datasets", "x", "later", "datasets", "x"]
-    print(markdown(header, rows))
+    print(markdown(header, rows), flush=True)
 
 
 def checksum_before(state):
@@ -396,7 +424,7 @@ def measure_states(folder):
 def run(way, folder, shuffled, task):
     command = [sys.executable, "-m", "tests.bench.training_input", way, str(folder)]
     command += [str(shuffled), task]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "DATATROVE_CKPT_CACHE": ""}
+    environment = os.environ | OFFLINE
     process = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )

@@ -3,7 +3,7 @@
 The source of the n-th sample is a hash of seed, epoch, rank, worker and n.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -154,8 +154,7 @@ class Mixing(Iterator[object]):
         while not self.finished:
             number = xxh3_64_intdigest(f"{self._draw_key}/{self._drawn}".encode()) / 2**64
             point = number * self._sums[-1]
-            position = min(bisect_right(self._sums, point), len(self._live) - 1)
-            source = self._live[position]
+            source = self._live[bisect_left(self._sums, point)]
             sample = next(source.iterator, _END)
             if sample is not _END:
                 source.has_given = True

@@ -117,7 +117,7 @@ class AnyOf(SavePolicy, KeepPolicy):
 def check_policy(
     setting: str, policy: object, kind: type[SavePolicy] | type[KeepPolicy], example: str
 ) -> None:
-    for part in getattr(policy, "parts", (policy,)):
+    for part in policy.parts if isinstance(policy, Policy) else (policy,):
         if part is not None and not isinstance(part, kind):
             raise ConfigError(
                 f"{part!r} is not a policy. Write {setting}={example}, or several with |.",

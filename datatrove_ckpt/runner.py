@@ -80,6 +80,9 @@ class InferenceRunner(RunnerSettings):
         answers_from (free): ``checkpoints_local_dir`` of an old run over the same input, with as
             many tasks. A request whose final payload is equal takes the answer that its document
             got there, if that is still kept.
+        preemption_notice (free): source of notices that this node goes away soon, taken as SIGTERM.
+            ``{"cloud": "aws"}``, "gcp" or "azure", or ``{"command": [...]}`` that ends with 0.
+            Polled every 5 seconds.
         rollout_version (identity): replaces the code and the values of the rollout in the identity
             of the run. Another text is another run, and edits of your code are your matter.
         answer (identity): metadata key for the answers, beside the whole results at

@@ -34,7 +34,7 @@ from datatrove_ckpt.output.document_codec import RowsOf, exploded, one_row
 from datatrove_ckpt.output.hub import CommitPace
 from datatrove_ckpt.output.writer_checks import check_output_folder, check_writer, with_our_uploads
 from datatrove_ckpt.process.open_files import requests_at_once
-from datatrove_ckpt.process.preemption import Preemption
+from datatrove_ckpt.process.preemption import Preemption, Setting, check_notice
 from datatrove_ckpt.process.shutdown import SIGNALS, check_signals
 from datatrove_ckpt.process.task_errors import safe_log
 from datatrove_ckpt.rollouts import BatchRollout, EmbedRollout, PromptRollout, Rollout, for_config
@@ -81,6 +81,7 @@ class RunnerSettings(PipelineStep):
     keep_answers: bool = False
     finished_from: str | Sequence[str] | None = None
     answers_from: str | None = None
+    preemption_notice: Setting | None = None
     rollout_version: str | None = None
     answer: str | None = None
     card: bool = True
@@ -130,6 +131,7 @@ class RunnerSettings(PipelineStep):
 
     def _check_settings(self) -> None:
         check_rollout(self.rollout_fn, self.shared_context)
+        check_notice(self.preemption_notice, self.drain_signals)
         self.rollout_fn = for_config(self.rollout_fn, self.model)
         if isinstance(self.rollout_fn, BatchRollout) and self.model.rollouts_per_document > 1:
             raise ConfigError("rollouts_per_document: must be 1 for a batch file; see n.")
@@ -326,7 +328,7 @@ class RunnerSettings(PipelineStep):
         seconds = 0.0
         if self.checkpoints_local_dir is not None:
             seconds = self.drain_seconds
-        return Preemption(self.drain_signals, seconds)
+        return Preemption(self.drain_signals, seconds, self.preemption_notice)
 
     @property
     def may_share_servers(self) -> bool:

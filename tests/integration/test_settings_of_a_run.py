@@ -88,6 +88,7 @@ OTHER = {
     "monitoring": MonitoringConfig(run_name="another"),
     "finished_from": lambda job: str(job.reference),
     "answers_from": lambda job: str(job.reference),
+    "preemption_notice": {"command": ["false"]},
     "rollout_version": "1",
     "answer": "answer",
 }  # fmt: skip

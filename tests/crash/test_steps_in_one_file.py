@@ -55,7 +55,7 @@ def job(ram):
     return folder
 
 
-@pytest.mark.matrix("effects, step", [(RENAMES, 7), (RENAMES, 1), (EFFECTS, 1)])
+@pytest.mark.matrix("effects, step", [(RENAMES, 19), (RENAMES, 1), (EFFECTS, 1)])
 def test_steps_end_with_the_same_rows_after_a_crash_at_each_effect(job, attempt, effects, step):
     report = assert_same_output_after_crash(attempt, job, recoveries=0, counted=effects, step=step)
     assert report.points.count("rename input") == 2

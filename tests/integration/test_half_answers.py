@@ -156,24 +156,38 @@ class HeldStep(HeldServer):
         return await super()._derender(request, payload)
 
 
-@pytest.mark.parametrize("step", ["render", "derender"])
-def test_a_stop_does_not_wait_for_the_other_steps(tmp_path, expected, step):
-    (tmp_path / "job.py").write_text(JOB)
-    folder = tmp_path / "job"
-    command = [sys.executable, str(tmp_path / "job.py"), str(folder)]
-    with HeldStep(step) as server:
-        process = processes.start([*command, server.url])
-        assert server.held.wait(100)
-        process.send_signal(signal.SIGTERM)
-        output = process.communicate(timeout=100)[0]
+def stopped(command, server):
+    """Stops a job while its server holds a request; it does not wait for the answer."""
+    process = processes.start([*command, server.url])
+    assert server.held.wait(100)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=100)[0]
     assert process.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM), output
-    kept = sum(tokens_in(folder).values())
-    assert (kept > 0) == (step == "derender")
+    return sum(tokens_in(Path(command[-1])).values())
+
+
+def go_on(command, kept, expected):
     with TokenServer(LENGTHS) as server:
         done = processes.run([*command, server.url])
         assert done.returncode == 0, done.stderr
         assert server.generated == sum(LENGTHS.values()) - kept + 2 * server.length
-    assert answered(folder) == expected
+    assert answered(Path(command[-1])) == expected
+
+
+def job_of(folder, **settings):
+    """The command of a job, but for its server's URL."""
+    code = JOB.replace("drain_seconds=600", f"drain_seconds=600, **{settings}")
+    (folder / "job.py").write_text(code)
+    return [sys.executable, str(folder / "job.py"), str(folder / "job")]
+
+
+@pytest.mark.parametrize("step", ["render", "derender"])
+def test_a_stop_does_not_wait_for_the_other_steps(tmp_path, expected, step):
+    command = job_of(tmp_path)
+    with HeldStep(step) as server:
+        kept = stopped(command, server)
+    assert (kept > 0) == (step == "derender")
+    go_on(command, kept, expected)
 
 
 # servers that the run launches -------------------------------------------------------------------
@@ -305,25 +319,12 @@ def test_kills_do_not_make_kept_answers_shorter(half, monkeypatch):
 
 def test_a_mirror_gives_another_node_the_pieces(tmp_path, expected):
     mirror = {"checkpoints_remote_dir": str(tmp_path / "mirror"), "mirror_seconds": 0.05}
+    command = job_of(tmp_path, **mirror)
     with HeldServer(hold=15) as server:
-        (tmp_path / "job.py").write_text(
-            JOB.replace("drain_seconds=600", f"drain_seconds=600, **{mirror}")
-        )
-        folder = tmp_path / "job"
-        command = [sys.executable, str(tmp_path / "job.py"), str(folder)]
-        process = processes.start([*command, server.url])
-        assert server.held.wait(100)
-        process.send_signal(signal.SIGTERM)  # the last upload has what was in flight
-        output = process.communicate(timeout=100)[0]
-    assert process.returncode == 143, output
-    kept = sum(tokens_in(folder).values())
+        kept = stopped(command, server)  # the last upload has what was in flight
     assert kept > 15 - PLACES * INTERVAL
-    shutil.rmtree(folder / "checkpoints")
-    with TokenServer(LENGTHS) as server:
-        done = processes.run([*command, server.url])
-        assert done.returncode == 0, done.stderr
-        assert server.generated == sum(LENGTHS.values()) - kept + 2 * server.length
-    assert answered(folder) == expected
+    shutil.rmtree(tmp_path / "job/checkpoints")
+    go_on(command, kept, expected)
 
 
 def test_a_server_is_tested_once_for_all_tasks_that_use_it(tmp_path, here, monkeypatch, log):

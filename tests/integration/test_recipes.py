@@ -127,7 +127,10 @@ def words(here, model, heading, monkeypatch):
     return words
 
 
-@pytest.mark.parametrize("heading", [pytest.param(CODE, marks=pytest.mark.slow), SEARCH, BEST])
+@pytest.mark.parametrize(
+    "heading",
+    [BEST, *(pytest.param(heading, marks=pytest.mark.slow) for heading in (CODE, SEARCH))],
+)
 def test_a_recipe_that_is_killed_at_each_request_and_call_makes_none_twice(
     command, model, words, heading
 ):

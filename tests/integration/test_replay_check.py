@@ -257,39 +257,27 @@ def test_what_once_does_is_no_side_effect(tmp_path, server, monkeypatch):
     assert not void(tmp_path)
 
 
-def test_a_connection_of_shared_context_may_be_used_without_being_seen(tmp_path, server):
-    effect = Effect(tmp_path)
-
-    @contextmanager
-    def context():
-        with socket.create_connection(effect.address) as connection:
-            yield {"connection": connection}
-
-    async def rollout(document, generate, connection):
-        connection.send(b"x")
-        return await generate(chat(document.text))
-
-    run_job(tmp_path, server, 3, rollout, shared_context=context)
-    assert void(tmp_path) == "it was seen to keep a connection open"
-
-
-@pytest.mark.parametrize("kind", ["file", "program"])
+@pytest.mark.parametrize("kind", ["file", "program", "connection"])
 def test_what_shared_context_keeps_open_may_be_used_without_being_seen(tmp_path, server, kind):
     @contextmanager
     def context():
         if kind == "file":
             with (tmp_path / "log").open("wb", buffering=0) as file:
-                yield {"stream": file}
-        else:
+                yield {"use": file.write}
+        elif kind == "program":
             with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as cat:
-                yield {"stream": cat.stdin}
+                yield {"use": cat.stdin.write}
+        else:
+            effect = Effect(tmp_path)
+            with socket.create_connection(effect.address) as connection:
+                yield {"use": connection.send}
 
-    async def rollout(document, generate, stream):
-        stream.write(b"x")
+    async def rollout(document, generate, use):
+        use(b"x")
         return await generate(chat(document.text))
 
     run_job(tmp_path, server, 3, rollout, shared_context=context)
-    expected = "a program" if kind == "program" else tmp_path / "log"
+    expected = {"program": "a program", "connection": "a connection"}.get(kind, tmp_path / "log")
     assert void(tmp_path) == f"it was seen to keep {expected} open"
 
 

@@ -99,7 +99,7 @@ class ChunkTracker:
             chunk = Chunk(index, first, next(self._ends) - first, recovered)
             self._current = self._open[index] = chunk
             self._next_chunk += 1
-        ordinal = chunk.next_ordinal
+        ordinal = chunk.first_ordinal + chunk.read
         chunk.read += 1
         chunk.position = position
         chunk.last_input = fingerprint

@@ -759,7 +759,7 @@ class OpenCheckpoint:
         self._publisher = Publisher(output, lease, self._storage, self.fail, settings.shutdown)
         self._disk_space = DiskSpace(folder)
         self._complete = 0
-        self._admitted = self._finished = 0
+        self._in_work = 0
         self._written = point.finished.written
         self._closing = threading.Lock()
         self._closed = False
@@ -823,7 +823,7 @@ class OpenCheckpoint:
         """
         slot = self._chunks.admit(fingerprint, position)
         if slot is not None:
-            self._admitted += 1
+            self._in_work += 1
             slot.cached = slot.cached or slot.ordinal <= self._files.last_old
         return slot
 
@@ -850,7 +850,7 @@ class OpenCheckpoint:
     def finish(self, slot: ChunkSlot, finished: FinishedDocument) -> None:
         """Submits a finished document. It is done once its line is in the journal."""
         self._storage.put(finished, len(finished.document), slot.chunk)
-        self._finished += 1
+        self._in_work -= 1
         self._written += finished.outcome == "written"
         self._chunks.document_finished(slot.chunk)
 
@@ -893,7 +893,7 @@ class OpenCheckpoint:
 
     @property
     def most_written(self) -> int:
-        return self._written + self._admitted - self._finished
+        return self._written + self._in_work
 
     @property
     def congested(self) -> bool:
@@ -940,12 +940,12 @@ class OpenCheckpoint:
         for record in records:
             record.at = now
             if isinstance(record, ProgressRecord):
-                record.in_work = self._admitted - self._finished
+                record.in_work = self._in_work
         if records and self._storage.error is None:
             self._storage.call(self._files.note, records)
 
     def fill_in(self, progress: ProgressRecord) -> None:
-        progress.in_work = self._admitted - self._finished
+        progress.in_work = self._in_work
         self._files.fill_in(progress)
 
     def snapshot(self, since: int) -> Snapshot:

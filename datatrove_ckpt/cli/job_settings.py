@@ -47,6 +47,7 @@ class ShortJob:
         service_tier: the provider's tier, such as "flex", or several that are tried in turn.
         steps: a mapping of names to steps, each a run of its own settings or a query (``sql``); the
             settings beside it hold for each.
+        dead_letters: of a step: whether those after it begin although dead letters are left.
     """
 
     run_folder: str
@@ -69,6 +70,7 @@ class ShortJob:
     stop: str | list[str] | None = None
     service_tier: str | list[str] | None = None
     steps: JsonObject | None = None
+    dead_letters: Literal["stop", "leave"] = "stop"
 
     @property
     def elsewhere(self) -> list[str]:

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from datatrove_ckpt.cli.printing import note
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.run_folder import run_location
-from datatrove_ckpt.run_folder.steps import StepFolder, step_folders
+from datatrove_ckpt.run_folder.steps import StepFolder, outdated, step_folders
 
 
 def steps_of(arguments: argparse.Namespace) -> dict[str, StepFolder]:
@@ -42,6 +43,9 @@ def open_run(
         what = str(step.folder)
         if not (step.has_begun or step.rows):
             raise run_location.RunNotStarted(f"{what}: this step has not begun. Another: --step.")
+        stale = outdated(steps)
+        if name in stale:
+            note(f"{what} is stale: the rows of step {stale[name]} have changed.")
     elif steps or name:
         folders = ", ".join(str(step.folder) for step in steps.values())
         raise ConfigError(f"{what}: give the folder of a step: {folders or 'it has none'}.")

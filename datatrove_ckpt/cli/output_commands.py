@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from datatrove.executor.base import PipelineExecutor
 
@@ -16,6 +17,7 @@ from datatrove_ckpt.checkpoint.compare import mixed_settings
 from datatrove_ckpt.cli import step_status
 from datatrove_ckpt.cli.open_run import open_run, steps_of
 from datatrove_ckpt.cli.printing import say, say_result, wrapped, write_page
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import plural, plural_is, plural_or_no
 from datatrove_ckpt.errors import ConfigError, printable
 from datatrove_ckpt.process.task_errors import log_disabled
@@ -25,11 +27,14 @@ from datatrove_ckpt.run_folder.documents import export as write_export
 from datatrove_ckpt.run_folder.queries import is_damaged, kept_rows
 from datatrove_ckpt.run_folder.repair import apply_repair, check_output_folder, make_plan
 from datatrove_ckpt.run_folder.report.page import report_page
-from datatrove_ckpt.run_folder.run_location import RunLocation, restored, upload
+from datatrove_ckpt.run_folder.run_location import RunLocation, open_location, restored, upload
 from datatrove_ckpt.run_folder.run_state import check_idle, read_run_state, wanted_files
 from datatrove_ckpt.run_folder.steps import StepFolder, outdated
 
-MOST = 600  # characters of a text; an answer may have twice as many
+if TYPE_CHECKING:
+    from datatrove_ckpt.run_folder.sample import SentSample
+
+_MOST = 600  # characters of a text; an answer may have twice as many
 
 
 def show(arguments: argparse.Namespace) -> int:
@@ -41,7 +46,7 @@ def show(arguments: argparse.Namespace) -> int:
         return step_status.show(steps, arguments)
     printed = 0
     is_all = not (arguments.dead or arguments.grep) and arguments.id is None
-    max_length = MOST if arguments.id is None else None
+    max_length = _MOST if arguments.id is None else None
     with open_run(arguments, output=arguments.output) as location:
         is_all = is_all and kept_rows(location.folder / "output") is None
         if arguments.dead:
@@ -95,6 +100,24 @@ def export(arguments: argparse.Namespace) -> int:
 
 
 def sample(executor: PipelineExecutor, number: int) -> int:
+    with tempfile.TemporaryDirectory(prefix="datatrove-ckpt-") as folder:
+        _, code = show_sample(executor, number, Path(folder))
+    return code
+
+
+def show_sample(
+    executor: PipelineExecutor,
+    number: int,
+    folder: Path,
+    share: float | None = 1.0,
+    writes_rows: bool = False,
+) -> tuple["SentSample", int]:
+    """Sends a sample, and prints it. Returns it, and the exit code.
+
+    Args:
+        share: the whole input is so many times the input that is there; None: unknown.
+        folder, writes_rows: see ``take_sample``.
+    """
     from datatrove_ckpt.process import signals
     from datatrove_ckpt.run_folder.environment_checks import check_prompts
     from datatrove_ckpt.run_folder.run_plan import RunPlan
@@ -103,26 +126,24 @@ def sample(executor: PipelineExecutor, number: int) -> int:
     # The run's own lines would promise a resume.
     quiet = log_disabled("datatrove_ckpt.generation.rank")
     plan = RunPlan(executor)
-    with (
-        signals.Interruption(signals.STOP_SIGNALS),
-        quiet,
-        tempfile.TemporaryDirectory(prefix="datatrove-ckpt-") as folder,
-    ):
-        sent = take_sample(plan, number, Path(folder))
+    with signals.Interruption(signals.STOP_SIGNALS), quiet:
+        sent = take_sample(plan, number, folder, writes_rows)
         documents = sent.documents
-        location = RunLocation(folder, sent.checkpoints, [folder])
+        location = RunLocation(str(folder), sent.checkpoints, [str(folder)])
         outcomes = []
         odd = ""
         if documents:
             odd = read_run_state(location).totals.done.odd_answers
             outcomes = [*read_documents(location), *read_dead_letters(location)]
+    if sent.whole is not None:
+        sent.whole = None if share is None else sent.whole.times(share)
     failed = 0
     dropped = 0
     for index, (document, requests) in enumerate(documents, 1):
         name = str(document.id)
         text = document.text
         outcome = min(
-            (outcome for outcome in outcomes if outcome.id == name),
+            (outcome for outcome in outcomes if outcome.id in (name, f"{name}/0")),  # exploded
             key=lambda outcome: outcome.text != text,
             default=None,
         )
@@ -134,7 +155,7 @@ def sample(executor: PipelineExecutor, number: int) -> int:
             )
             say(
                 described(
-                    index, ShownDocument(name, question, answers), "question", MOST, "dropped"
+                    index, ShownDocument(name, question, answers), "question", _MOST, "dropped"
                 )
             )
             continue
@@ -142,7 +163,7 @@ def sample(executor: PipelineExecutor, number: int) -> int:
         failed += outcome.is_dead
         say(
             described(
-                index, outcome._replace(text=requests[0].question, location=""), "question", MOST
+                index, outcome._replace(text=requests[0].question, location=""), "question", _MOST
             )
         )
     prompts = [requests[0].prompt for _, requests in documents]
@@ -159,7 +180,7 @@ def sample(executor: PipelineExecutor, number: int) -> int:
     if sent.is_kept:
         reuse = "The run takes these answers where it sends the same requests"
     say(f"{counted}. {reuse}, and no other document was sent.")
-    return int(failed == len(documents))
+    return sent, int(failed == len(documents))
 
 
 def described(
@@ -195,7 +216,13 @@ def verify(arguments: argparse.Namespace) -> int:
     if steps:
         return _verify_steps(steps, arguments)
     with open_run(arguments, output=arguments.output) as location:
-        report = checks.verify(location, arguments.full)
+        fields, lines = _verified(location, arguments.full)
+    say_result(arguments.json, fields, lines)
+    return int(fields["exit_code"])
+
+
+def _verified(location: RunLocation, full: bool) -> tuple[JsonObject, list[str]]:
+    report = checks.verify(location, full)
     code = 0
     if report.problems:
         code = 1
@@ -236,32 +263,39 @@ def verify(arguments: argparse.Namespace) -> int:
         "problems": [asdict(problem) for problem in report.problems],
         "unfinished": [asdict(unfinished) for unfinished in report.unfinished],
     }
-    say_result(arguments.json, fields, lines)
-    return code
+    return fields, lines
 
 
 def _verify_steps(steps: Mapping[str, StepFolder], arguments: argparse.Namespace) -> int:
     """Returns the worst exit code."""
-    codes = [0]
+    stale = outdated(steps)
+    results: dict[str, JsonObject] = {}
+    lines: list[str] = []
     for name, step in steps.items():
+        result: JsonObject = {"exit_code": 0}
+        said: list[str] = []
+        wrong = []
         if step.has_begun:
-            say(f"{name}:")
-            own = {**vars(arguments), "what": str(step.folder)}
-            codes.append(verify(argparse.Namespace(**own)))
+            with open_location(str(step.folder)) as location:
+                result, said = _verified(location, arguments.full)
         elif step.rows is None:
-            say(f"{name}: not finished")
-            codes.append(3)
+            result["exit_code"] = 3
+            said.append("not finished")
         elif is_damaged(step.rows):
-            say(f"{name}: {step.rows.folder} is damaged. Remove the folder, and run again.")
-            codes.append(1)
-        if arguments.full and step_status.has_other_rows(step, steps):
-            say(f"{name}: its query gives other rows. Run again: it says what to do.")
-            codes.append(1)
-    for name, source in outdated(steps):
-        say(f"{name}: was made of other rows than {source} has now. Run again: it says what to do.")
-        codes.append(1)
-    say(f"{plural(len(steps), 'step')} verified.")
-    return 1 if 1 in codes else max(codes)
+            wrong.append(f"{step.rows.folder} is damaged. Remove the folder, and run again.")
+        if name in stale:
+            wrong.append(
+                f"was made of other rows than {stale[name]} has now. Run again: it says what to do."
+            )
+        if wrong:
+            result["exit_code"] = 1
+        results[name] = {**result, "wrong": wrong}
+        lines += [f"{name}: {line}" for line in [*said, *wrong]]
+    codes = [result["exit_code"] for result in results.values()]
+    code = 1 if 1 in codes else max(codes)
+    lines.append(f"{plural(len(steps), 'step')} verified.")
+    say_result(arguments.json, {"exit_code": code, "steps": results}, lines)
+    return int(code)
 
 
 def repair(arguments: argparse.Namespace) -> int:

@@ -73,13 +73,13 @@ def run(
 
 
 def _run_steps(short: JsonObject, redo: Sequence[str]) -> dict[str, OutputPath]:
-    from datatrove_ckpt.cli.steps import StepsJob
+    from datatrove_ckpt.cli.steps import read_steps, runs
 
-    job = StepsJob(short, "run()")
-    for step in job.runs(redo):
+    steps = read_steps(short, "run()")
+    for step in runs(steps, redo):
         with written_in(step.label):
-            _run(job.executor(step)[1])
-    return {step.name: OutputPath(step.folder, "output") for step in job.steps}
+            _run(step.executor()[1])
+    return {step.name: OutputPath(step.folder, "output") for step in steps}
 
 
 def _run(executor: PipelineExecutor) -> None:

@@ -527,7 +527,6 @@ def _query(given: Node, inspect_only: bool, saved: SavedInput) -> str:
     if not inspect_only:
         query = read_query(given, "input")
         saved.save_query(query, {}, {"sql": query.sql, "steps": {}})
-        saved.record_folder()
     return f"{saved.folder}/*.parquet"
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import orjson
 
-from datatrove_ckpt.checkpoint.run_limits import RunTotals
+from datatrove_ckpt.checkpoint.run_limits import NO_TOTALS
 from datatrove_ckpt.cli.printing import say, say_result
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.run_folder import queries, status_text
@@ -14,24 +14,24 @@ from datatrove_ckpt.run_folder.steps import StepFolder, outdated
 
 
 def status(steps: Mapping[str, StepFolder], arguments: argparse.Namespace) -> int:
-    stale = dict(outdated(steps))
-    totals = RunTotals()
+    stale = outdated(steps)
+    totals = NO_TOTALS
     requests = 0
     code = 0
     fields: dict[str, object] = {}
     lines = [f"{arguments.what}: {plural(len(steps), 'step')}"]
     for name, step in steps.items():
         state = step.state()
-        if state is not None:
+        totals += state.run_totals
+        requests += state.together.done.requests
+        code = max(code, int(state.is_damaged))
+        if step.has_begun:
             fields[name] = orjson.loads(to_json(state))
             documents = dict(status_text.status_lines(state))["documents"]
             text = f"{status_text.progress_of(state)}; {documents}"
-            totals += state.run_totals
-            requests += state.together.done.requests
-            code = max(code, int(state.is_damaged))
         elif step.rows is not None:
-            fields[name] = {"is_finished": True, "rows": step.rows.rows}
             rows = step.rows.rows
+            fields[name] = {"is_finished": True, "rows": rows}
             text = f"finished; {plural(rows, 'row') if rows else 'NO ROW'}"
         else:
             fields[name] = {"is_finished": False}
@@ -49,25 +49,11 @@ def status(steps: Mapping[str, StepFolder], arguments: argparse.Namespace) -> in
     return code
 
 
-def has_other_rows(step: StepFolder, steps: Mapping[str, StepFolder]) -> bool:
-    """Whether files that a step's query has read have changed."""
-    kept = step.given or step.rows
-    if kept is None:
-        return False
-    query = queries.parse(kept.made_from["sql"], f"{kept.folder}: its query")
-    if not query.reads_files:
-        return False
-    return queries.digest_now(query, _tables(query, steps), kept.folder) != kept.digest
-
-
 def show(steps: Mapping[str, StepFolder], arguments: argparse.Namespace) -> int:
+    from datatrove_ckpt.run_folder.documents import rows_of
+
     query = queries.parse(arguments.sql, "--sql")
-    say(queries.printed(query, _tables(query, steps), arguments.n))
+    tables = {name: rows_of(steps[name]) for name in query.tables if name in steps}
+    with_rows = {name: paths for name, paths in tables.items() if paths}
+    say(queries.printed(query, with_rows, arguments.n))
     return 0
-
-
-def _tables(query: queries.Query, steps: Mapping[str, StepFolder]) -> dict[str, str]:
-    from datatrove_ckpt.run_folder.documents import select_rows
-
-    tables = {name: select_rows(steps[name]) for name in query.tables if name in steps}
-    return {name: table for name, table in tables.items() if table}

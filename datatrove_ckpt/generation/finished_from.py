@@ -82,7 +82,7 @@ def compare_earlier_runs(step: RunnerSettings, identity: RunIdentity) -> tuple[l
         ConfigError: an old run's rows are no documents.
     """
     runs = [
-        (location, run) for location in _listed(step.finished_from or ()) for run in _runs(location)
+        (location, run) for location in listed(step.finished_from or ()) for run in _runs(location)
     ]
     changes = [
         change
@@ -139,7 +139,7 @@ def _all_settings(run: Json) -> list[Json]:
     return [run, *earlier]
 
 
-def _listed(locations: Places) -> list[str]:
+def listed(locations: Places) -> list[str]:
     listed = [locations] if isinstance(locations, str | Path) else locations
     return [str(location) for location in listed]
 
@@ -326,7 +326,7 @@ class FinishedDocuments:
 
     def _read(self) -> None:
         file = self._file
-        locations = _listed(self._locations)
+        locations = listed(self._locations)
         files = [old for location in locations for old in self._files(location)]
         self._are_cells = any(form is CSV for _, _, form in files)
         names = ", ".join(locations)

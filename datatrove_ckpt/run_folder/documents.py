@@ -160,8 +160,8 @@ def _dead_letters(path: Path) -> Iterator[Json]:
                     yield orjson.loads(line)
 
 
-def select_rows(step: StepFolder) -> str:
-    """Returns a SELECT of the rows of a step, which are in Parquet; "" if there are none.
+def rows_of(step: StepFolder) -> list[str]:
+    """Returns the Parquet files with the rows of a step, if there are any.
 
     A column without a value is text in its file, and DuckDB would make text of the numbers in other
     files: where types differ, the rows are copied with types that hold them all.
@@ -169,10 +169,9 @@ def select_rows(step: StepFolder) -> str:
     Raises OutputFailed if there are no such types.
     """
     if step.rows is None and not step.has_begun:
-        return ""
+        return []
     with open_location(str(step.folder)) as location:
         committed = [*committed_files(location)]
-        paths = [folder.resolve_paths(file.path) for folder, file, _ in committed]
         types = dict[str, DataType]()
         columns = chain.from_iterable(_schemas(committed))
         if any(types.setdefault(column.name, column.type) != column.type for column in columns):
@@ -182,8 +181,8 @@ def select_rows(step: StepFolder) -> str:
                 with TemporaryDirectory(dir=copy.parent) as folder:
                     _write_parquet(location, Path(folder, copy.name))
                     files.disk.rename(Path(folder, copy.name), copy)
-            paths = [str(copy)]
-    return queries.reads(paths) if paths else ""
+            return [str(copy)]
+    return [folder.resolve_paths(file.path) for folder, file, _ in committed]
 
 
 def read_rows(folder: DataFolder, path: str, with_media: bool = False) -> Iterator[Json]:

@@ -31,8 +31,9 @@ from datatrove_ckpt.checkpoint.layout import (
 from datatrove_ckpt.checkpoint.rank_summary import Include, JobTotals, RankSummary, read_rank
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import plural
-from datatrove_ckpt.errors import CheckpointMismatch, InputError, name_copy, use_form
-from datatrove_ckpt.generation.finished_from import compare_earlier_runs
+from datatrove_ckpt.common.warnings import warn_once
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError, name_copy, use_form
+from datatrove_ckpt.generation.finished_from import compare_earlier_runs, listed
 from datatrove_ckpt.generation.replay import evidence
 from datatrove_ckpt.generation.runner_settings import described
 from datatrove_ckpt.mirror.restore import compare_mirrored_job, restore_outdated
@@ -190,6 +191,24 @@ def _compare_markers(runner: RunnerPlan, folder: Path, skipped: list[int]) -> di
             f"{folder}/{rank:05d} {reason}."
         )
     return wrong
+
+
+def add_finished(runner: RunnerPlan, folders: Iterable[Path]) -> list[str]:
+    """Returns the folders of ``finished_from``, and run folders whose settings are those of the
+    run.
+    """
+    finished = listed(runner.step.finished_from or ())
+    for folder in sorted(folders, reverse=True):
+        if not recorded_settings(folder / "checkpoints"):
+            continue
+        parts = [str(folder / name) for name in ("output", "checkpoints")]
+        parts = [part for part in parts if Path(part).exists()]
+        try:
+            compare_earlier_runs(runner.step.changed(finished_from=parts), runner.identity)
+            finished += parts
+        except (CheckpointMismatch, ConfigError) as error:
+            warn_once(f"{folder}: its answers are not taken over: {error}")
+    return finished
 
 
 # datatrove skips a finished rank, so the old output would stand for a changed input. The own check

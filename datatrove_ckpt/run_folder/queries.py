@@ -7,9 +7,9 @@ were made from, so rows and record cannot come apart.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,10 @@ _CLOCKS_AND_DICE = (
     "current_timestamp current_localtime current_localtimestamp get_current_time "
     "get_current_timestamp transaction_timestamp localtime localtimestamp nextval currval"
 )
-_WITHOUT_FILES = {"range", "generate_series", "unnest"}
+# A name of a table before it makes a column of current_date.
+_CALLED = r'"function_name":"(\w+)"|"column_names":\["((?:current_|localtime)\w*)"\]'
+_READS_FILES = r"\w[./]|^(read|parquet|glob|sniff)|scan$"
+"""Matches names of tables and functions that read files."""
 _GROUP = 10_240  # rows of a row group, a multiple of DuckDB's own
 _GROUPS = 10  # of a file: each file may be a task
 _RECORD = ".made_from.json"
@@ -45,24 +48,22 @@ _COMBINES = re.compile("group.by|join|aggregate|limit|top.n|union|except|interse
 """Parts of a query's plan that do not take row by row."""
 
 Tables = Mapping[str, object]
-"""The tables of a query by name: SELECTs, or tables of Arrow."""
+"""The tables of a query by name: Parquet files, or tables of Arrow."""
 
 
 @dataclass(frozen=True)
 class Query:
-    """A SELECT.
+    """A SELECT whose rows have an order.
 
     Attributes:
         tables: the names that it reads, without those that it defines.
         reads_files: whether it reads files, which may change.
-        is_ordered: its rows have an order of their own.
     """
 
     label: str
     sql: str
-    tables: tuple[str, ...] = ()
+    tables: Sequence[str] = ()
     reads_files: bool = False
-    is_ordered: bool = True
 
 
 @dataclass(frozen=True)
@@ -86,18 +87,24 @@ class KeptRows:
         fields = {"made_from": self.made_from, "digest": self.digest, "rows": self.rows}
         files.disk.replace(self.folder / _RECORD, orjson.dumps(fields))
 
+    def move_to(self, folder: Path) -> "KeptRows":
+        """Lets the files take the place of older ones.
 
-def reads(paths: list[str]) -> str:
-    listed = ", ".join(f"'{_escaped(path)}'" for path in paths)
-    return (
-        "select columns(lambda name: name <> 'file_path') "
-        f"from read_parquet([{listed}], union_by_name = true)"
-    )
-
-
-def _escaped(path: str) -> str:
-    quoted = path.replace("'", "''")
-    return re.sub(r"[\[*?]", r"[\g<0>]", quoted)
+        Raises:
+            ConfigError: the folder holds other files.
+        """
+        others = [path.name for path in folder.glob("[!.]*") if not path.match("rows_*.parquet")]
+        if others:
+            raise ConfigError(
+                f"{folder} holds other files, such as {others[0]}. Give the step another name, or "
+                "move its folder away."
+            )
+        self.record()
+        files.disk.sync_dir(self.folder)
+        files.disk.remove_tree(folder)
+        files.disk.rename(self.folder, folder)
+        files.disk.sync_dir(folder.parent)
+        return replace(self, folder=folder)
 
 
 def parse(sql: str, label: str) -> Query:
@@ -114,39 +121,23 @@ def parse(sql: str, label: str) -> Query:
         raise ConfigError(
             f"{label}: {parsed.get('error_message', 'give one SELECT, not several.')}"
         )
-    statement = parsed["statements"][0]["node"]
-    nodes = [*_nodes(statement)]
-    defined = {entry["key"] for node in nodes for entry in node.get("cte_map", {}).get("map", ())}
-    named = [node["table_name"] for node in nodes if node.get("type") == "BASE_TABLE"]
-    called = [node["function_name"] for node in nodes if "function_name" in node]
-    for node in nodes:
-        columns = node.get("column_names", ())
-        if len(columns) == 1:  # a name of a table before it makes it a column
-            called += [name for name in columns if name.startswith(("current_", "localtime"))]
+    called = [(function or column).lower() for function, column in re.findall(_CALLED, text)]
     for name in called:
-        if name.lower() in _CLOCKS_AND_DICE.split():
+        if name in _CLOCKS_AND_DICE.split():
             raise ConfigError(
                 f"{label}: {name} has another value at each start, and rows must be equal then. "
                 "For a draw by seed: order by hash(id, 42) limit 1000."
             )
-    if any(node.get("seed") == -1 for node in nodes):
+    if '"seed":-1' in text:
         raise ConfigError(f"{label}: a sample needs a seed: using sample ... repeatable (42).")
-    tables = tuple(dict.fromkeys(name for name in named if name not in defined))
-    sources = {
-        node["function"]["function_name"] for node in nodes if node.get("type") == "TABLE_FUNCTION"
-    }
-    reads_files = any(re.search(r"[./]", table) for table in tables) or sources - _WITHOUT_FILES
-    modifiers = [modifier["type"] for modifier in statement["modifiers"]]
-    return Query(label, sql, tables, bool(reads_files), "ORDER_MODIFIER" in modifiers)
-
-
-def _nodes(value: object) -> Iterator[JsonObject]:
-    if isinstance(value, dict):
-        yield value
-        value = [*value.values()]
-    if isinstance(value, list):
-        for part in value:
-            yield from _nodes(part)
+    defined = re.findall(r'"key":"([^"]*)","value":{"aliases"', text)  # by WITH
+    named = re.findall('"table_name":"([^"]*)"', text)
+    tables = [name for name in dict.fromkeys(named) if name not in defined]
+    modifiers = parsed["statements"][0]["node"]["modifiers"]
+    if all(modifier["type"] != "ORDER_MODIFIER" for modifier in modifiers):
+        sql = f"from ({sql}\n) order by all"
+    reads_files = any(re.search(_READS_FILES, name) for name in [*tables, *called])
+    return Query(label, sql, tables, reads_files)
 
 
 def columns_of(query: Query, tables: Tables) -> JsonObject:
@@ -164,10 +155,6 @@ def takes_row_by_row(query: Query, tables: Tables) -> bool:
 def printed(query: Query, tables: Tables, rows: int) -> str:
     with _connected(query, tables) as connection:
         return str(connection.sql(query.sql).limit(rows))
-
-
-def quoted(name: str) -> str:
-    return '"{}"'.format(name.replace('"', '""'))
 
 
 def kept_rows(folder: Path) -> KeptRows | None:
@@ -191,66 +178,34 @@ def is_damaged(kept: KeptRows) -> bool:
     return False
 
 
-def make_rows(query: Query, tables: Tables, folder: Path, made_from: JsonObject) -> KeptRows:
-    """Computes a query into a new folder, which takes the place of an old one.
+@contextmanager
+def computed(
+    query: Query, tables: Tables, folder: Path, made_from: JsonObject
+) -> Iterator[KeptRows]:
+    """Computes a query into a new folder beside ``folder``, which is removed unless it moves.
 
     Raises:
         ConfigError: the query is wrong, or needs more memory.
         StorageFailed: the disk refuses the files.
     """
-    others = [path.name for path in folder.glob("[!.]*") if not path.match("rows_*.parquet")]
-    if others:
-        raise ConfigError(
-            f"{query.label}: {folder} holds other files, such as {others[0]}. Give the step "
-            "another name, or move its folder away."
-        )
     new = folder.with_name(f"{folder.name}.new")
     files.disk.remove_tree(new)
     files.disk.make_dirs(new)
     try:
-        with _computed(query, tables, folder) as groups:
-            digest, rows = _write(groups, new)
-        KeptRows(new, made_from, digest, rows).record()
-        files.disk.sync_dir(new)
-        files.disk.remove_tree(folder)
-        files.disk.rename(new, folder)
-        files.disk.sync_dir(folder.parent)
+        with _connected(query, tables, f"{new}/.spill") as connection:
+            groups = connection.sql(query.sql).to_arrow_reader(_GROUP)
+            digest, rows = _write(groups.cast(pa.schema(map(_plain, groups.schema))), new)
+        yield KeptRows(new, made_from, digest, rows)
     finally:
         files.disk.remove_tree(new)
-    return KeptRows(folder, made_from, digest, rows)
 
 
-def digest_now(query: Query, tables: Tables, folder: Path) -> str:
-    """Returns the digest that the rows of a query in a folder would have now."""
-    with _computed(query, tables, folder) as groups:
-        digest = xxhash.xxh3_128(groups.schema.serialize())
-        for batch in groups:
-            digest.update(batch.serialize())
-    return digest.hexdigest()
-
-
-@contextmanager
-def _computed(query: Query, tables: Tables, folder: Path) -> Iterator[Any]:
-    whole = f"select * from ({query.sql}\n)"
-    replaced = []
-    for name, kind in columns_of(query, tables).items():
-        other = ""
-        if pa.types.is_decimal(kind):  # also a sum of integers
-            other = "DOUBLE" if kind.scale else "BIGINT"
-        if pa.types.is_dictionary(kind):  # an ENUM: the digest would not see its values
-            other = "VARCHAR"
-        if other:
-            replaced.append(f"cast({quoted(name)} as {other}) as {quoted(name)}")
-    if replaced:
-        whole = f"select * replace ({', '.join(replaced)}) from ({query.sql}\n)"
-    if not query.is_ordered:
-        whole += " order by all"
-    spill = folder.with_name(f"{folder.name}.spill")
-    try:
-        with _connected(query, tables, str(spill)) as connection:
-            yield connection.sql(whole).to_arrow_reader(_GROUP)
-    finally:
-        files.disk.remove_tree(spill)
+def _plain(field: Any) -> Any:
+    if pa.types.is_decimal(field.type):  # also a sum of integers
+        return field.with_type(pa.float64() if field.type.scale else pa.int64())
+    if pa.types.is_dictionary(field.type):  # an ENUM: the digest would not see its values
+        return field.with_type(pa.string())
+    return field
 
 
 def _write(groups: Any, folder: Path) -> tuple[str, int]:
@@ -303,8 +258,10 @@ def _connected(
             for system in {fsspec.filesystem(get_protocol(url)) for url in urls}:
                 connection.register_filesystem(system)
             for name, table in tables.items():
-                if isinstance(table, str):
-                    connection.sql(table).create_view(name)
+                if isinstance(table, list):
+                    paths = [re.sub(r"[\[*?]", r"[\g<0>]", path) for path in table]
+                    rows = connection.read_parquet(paths, union_by_name=True)
+                    rows.select("columns(lambda name: name <> 'file_path')").create_view(name)
                 else:
                     connection.register(name, table)
             yield connection

@@ -106,6 +106,8 @@ def take_sample(
         until=None,
     )
     step.run(documents)
+    if checkpoints.parent != folder:
+        Path(folder, "checkpoints").symlink_to(checkpoints.absolute())
     sent = [
         (document, recorded_requests.get(id(document)) or [RecordedRequest(text)])
         for document, text in zip(documents, texts, strict=True)

@@ -5,7 +5,8 @@ The folder of a step is a run folder; that of a query has only ``output/``, see 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,23 +42,22 @@ class StepFolder:
 
     @property
     def given(self) -> KeptRows | None:
-        """The rows that a run has begun with, if it reads other steps."""
+        """The rows that a run has begun with, if a query gives them."""
         return kept_rows(self.folder / layout.KEPT_INPUT)
 
     @property
     def has_begun(self) -> bool:
         return recorded_settings(self.folder / "checkpoints") != {}
 
-    def state(self) -> RunState | None:
+    def state(self) -> RunState:
         if not self.has_begun:
-            return None
+            return RunState(str(self.folder), False, time.time())
         with open_location(str(self.folder)) as location:
             return read_run_state(location)
 
     def digest(self) -> str:
-        rows = self.rows
-        if rows is not None:
-            return rows.digest
+        if self.rows is not None:
+            return self.rows.digest
         digest = xxhash.xxh3_128()
         for rank in read_ranks(self.folder / "checkpoints", Include.COMMITS):
             for _, commit in sorted(rank.commits.items()):
@@ -73,14 +73,13 @@ def step_folders(root: Path) -> dict[str, StepFolder]:
     return {name: StepFolder(root / name) for name in names}
 
 
-def outdated(steps: Mapping[str, StepFolder]) -> Iterator[tuple[str, str]]:
-    """Yields each step that has read other rows than a step before it has now, and that step."""
-    digests: dict[str, str] = {}
-    for name, step in steps.items():
-        kept = step.given or step.rows
-        read = kept.made_from["steps"] if kept is not None else {}
-        changed = [other for other in read if digests.get(other, read[other]) != read[other]]
-        if changed:
-            yield name, changed[0]
-        if step.rows is not None or step.has_begun:
-            digests[name] = step.digest()
+def outdated(steps: Mapping[str, StepFolder]) -> dict[str, str]:
+    """Returns each step that has read other rows of a step than that has now, and that step."""
+    kept = {name: step.given or step.rows for name, step in steps.items()}
+    return {
+        name: other
+        for name, rows in kept.items()
+        if rows is not None
+        for other, digest in rows.made_from["steps"].items()
+        if other in steps and steps[other].digest() != digest
+    }

@@ -147,25 +147,19 @@ def show_sample(
             key=lambda outcome: outcome.text != text,
             default=None,
         )
+        title = "answer"
+        question = requests[0].question
         if outcome is None:
             dropped += 1
+            title = "dropped"
             question = requests[-1].question
-            answers = "\n\n".join(
-                request.answer_text for request in requests if request.question == question
-            )
-            say(
-                described(
-                    index, ShownDocument(name, question, answers), "question", _MOST, "dropped"
-                )
-            )
-            continue
-        outcomes = [other for other in outcomes if other is not outcome]
-        failed += outcome.is_dead
-        say(
-            described(
-                index, outcome._replace(text=requests[0].question, location=""), "question", _MOST
-            )
-        )
+            answers = [each.answer_text for each in requests if each.question == question]
+            shown = ShownDocument(name, question, "\n\n".join(answers))
+        else:
+            outcomes.remove(outcome)
+            failed += outcome.is_dead
+            shown = outcome._replace(text=question, location="")
+        say(described(index, shown, "question", _MOST, title))
     prompts = [requests[0].prompt for _, requests in documents]
     for finding in check_prompts(prompts, plan.runners[0].step.model.servers):
         say(f"{finding.what}: {finding.message}")
@@ -269,33 +263,31 @@ def _verified(location: RunLocation, full: bool) -> tuple[JsonObject, list[str]]
 def _verify_steps(steps: Mapping[str, StepFolder], arguments: argparse.Namespace) -> int:
     """Returns the worst exit code."""
     stale = outdated(steps)
-    results: dict[str, JsonObject] = {}
+    codes: list[int] = []
+    results: JsonObject = {}
     lines: list[str] = []
     for name, step in steps.items():
         result: JsonObject = {"exit_code": 0}
         said: list[str] = []
-        wrong = []
         if step.has_begun:
             with open_location(str(step.folder)) as location:
                 result, said = _verified(location, arguments.full)
         elif step.rows is None:
-            result["exit_code"] = 3
-            said.append("not finished")
+            result = {"exit_code": 3}
+            said = ["not finished"]
         elif is_damaged(step.rows):
-            wrong.append(f"{step.rows.folder} is damaged. Remove the folder, and run again.")
+            result = {"exit_code": 1}
+            said = [f"{step.rows.folder} is damaged. Remove the folder, and run again."]
         if name in stale:
-            wrong.append(
-                f"was made of other rows than {stale[name]} has now. Run again: it says what to do."
-            )
-        if wrong:
             result["exit_code"] = 1
-        results[name] = {**result, "wrong": wrong}
-        lines += [f"{name}: {line}" for line in [*said, *wrong]]
-    codes = [result["exit_code"] for result in results.values()]
+            said.append(f"the rows of {stale[name]} have changed. Run again: it says what to do.")
+        codes.append(result["exit_code"])
+        results[name] = result
+        lines += [f"{name}: {line}" for line in said]
     code = 1 if 1 in codes else max(codes)
     lines.append(f"{plural(len(steps), 'step')} verified.")
-    say_result(arguments.json, {"exit_code": code, "steps": results}, lines)
-    return int(code)
+    say_result(arguments.json, {"exit_code": code, "stale": stale, "steps": results}, lines)
+    return code
 
 
 def repair(arguments: argparse.Namespace) -> int:

@@ -118,6 +118,13 @@ class Step(StepFolder):
             )
         return ""
 
+    def has_known_columns(self) -> bool:
+        """Whether it has rows, or no rollout decides about its columns."""
+        if not self.unfinished():
+            return True
+        is_open = bool({"rollout", "task"} & self.settings.keys())
+        return not is_open and all(source.has_known_columns() for source in self.sources)
+
     def tables(self) -> Tables:
         """Returns the rows that it reads of others; of those without rows, the columns."""
         return {source.name: rows_of(source) or source.columns() for source in self.sources}
@@ -395,21 +402,17 @@ def examine_steps(short: Node, source: str) -> Iterator[Finding]:
     """Checks the steps as ``doctor`` checks a run; of a run whose input is not there yet, only the
     settings.
     """
-    unknown: list[Step] = []
     for step in read_steps(short, source):
         if step.is_run:
             _, executor = step.executor()
             if step.query is None or step.given is not None:
                 for finding in preflight.doctor(executor):
                     yield replace(finding, subject=f"{step.name}: {finding.subject}")
-        if any(source in unknown for source in step.sources):
+        if all(source.has_known_columns() for source in step.sources):
+            yield from run_check(step.name, _bind, step, property_name="query")
+        else:
             text = "a rollout before it has no rows yet, so columns are not known."
             yield Finding("note", "query", f"{text} `run --sample 3` tries it.", step.name)
-            unknown.append(step)
-        else:
-            yield from run_check(step.name, _bind, step, property_name="query")
-        if {"rollout", "task"} & step.settings.keys() and step.unfinished():
-            unknown.append(step)
 
 
 def _bind(step: Step) -> None:

@@ -114,7 +114,7 @@ def parse(sql: str, label: str) -> Query:
         ConfigError: it is no SELECT, or its rows may differ each time; or duckdb is missing.
     """
     sql = sql.strip().rstrip(";")
-    with _connected(Query(label, sql)) as connection:
+    with _connected(Query(label, sql), {}) as connection:
         ((text,),) = connection.execute("select json_serialize_sql(?)", [sql]).fetchall()
     parsed = orjson.loads(text)
     if parsed["error"] or len(parsed["statements"]) != 1:
@@ -230,9 +230,8 @@ def _write(groups: Any, folder: Path) -> tuple[str, int]:
 
 @contextmanager
 def _connected(
-    query: Query, tables: Tables | None = None, spill: str = ""
+    query: Query, tables: Tables, spill: str = ""
 ) -> "Iterator[duckdb.DuckDBPyConnection]":
-    tables = tables or {}
     label = query.label
     try:
         import duckdb

@@ -201,8 +201,8 @@ def add_finished(runner: RunnerPlan, folders: Iterable[Path]) -> list[str]:
     for folder in sorted(folders, reverse=True):
         if not recorded_settings(folder / "checkpoints"):
             continue
-        parts = [str(folder / name) for name in ("output", "checkpoints")]
-        parts = [part for part in parts if Path(part).exists()]
+        paths = (folder / "output", folder / "checkpoints")
+        parts = [str(path) for path in paths if path.exists()]
         try:
             compare_earlier_runs(runner.step.changed(finished_from=parts), runner.identity)
             finished += parts

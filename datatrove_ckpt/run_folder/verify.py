@@ -331,18 +331,15 @@ def _check_settings(report: VerifyReport) -> Iterator[Problem]:
     if report.job:
         usual = identity.settings_in(report.job)
     differing = {number: rank.run for number, rank in ranks.items() if rank.settings != usual}
+    done = RankBinding(holds_work=True, is_finished=True, is_live=False)
     comparison = compare_runs(
-        differing, _is_done, report.job, identity.RunIdentity(usual), only_tasks=False
+        differing, lambda rank: done, report.job, identity.RunIdentity(usual), only_tasks=False
     )
     for number, changes in comparison.by_rank.items():
         rank = ranks[number]
         differences = "; ".join(line for change in changes for line in change.lines)
         message = f"has other settings than the run: {differences}."
         yield Problem("identity", message, *rank.key, path=str(rank.folder / layout.RUN))
-
-
-def _is_done(rank: int) -> RankBinding:
-    return RankBinding(holds_work=True, is_finished=True, is_live=False)
 
 
 def _check_ranks(report: VerifyReport) -> Iterator[Problem]:

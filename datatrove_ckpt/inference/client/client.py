@@ -249,7 +249,9 @@ def _error(response: Response, transport: Transport, model: str) -> RetryableErr
 def refusal_hint(
     url: HiddenUrl, api_key: Secret | None, status: int, proxy: HiddenUrl | None
 ) -> str:
-    hint = _key_hint(url, api_key)
+    hint = "refuses this run's key: check api_key_env, that the key may use this model, and proxies"
+    if api_key is None and not any(url.secrets):
+        hint = "wants a key, and this run sends none: set api_key_env, or check proxies"
     if proxy is None or status == 401:
         return hint
     variables = f"{url.reveal().scheme}_proxy or all_proxy"
@@ -257,12 +259,6 @@ def refusal_hint(
     if status == 407:
         advice = f"write its user and password into {variables}, as http://USER:PASSWORD@HOST:PORT"
     return f"is reached through the proxy {proxy}: {advice}"
-
-
-def _key_hint(url: HiddenUrl, api_key: Secret | None) -> str:
-    if api_key is None and not any(url.secrets):
-        return "wants a key, and this run sends none: set api_key_env, or check proxies"
-    return "refuses this run's key: check api_key_env, that the key may use this model, and proxies"
 
 
 def _hint(status: int, transport: Transport, text: str) -> str:

@@ -877,6 +877,12 @@ def test_redo_refuses_while_a_process_works_on_a_step(finished, command):
     assert "did you mean" in command("run", "job.yaml", "--redo", "answer", code=2).error
 
 
+@pytest.mark.parametrize("flags", [["--redo", "answers"], ["--dead-letters", "leave"]])
+def test_settings_of_steps_are_refused_for_a_single_run(command, flags):
+    single = ["--run-folder", "x", "--input", "docs.jsonl", "--prompt", "{text}", "--model", "m"]
+    assert "are for a job with steps" in command("run", *single, *flags, code=2).error
+
+
 def test_a_duckdb_relation_is_an_input_in_python(server):
     rows = duckdb.sql("select * from 'docs.jsonl' order by id limit 2")
     output = datatrove_ckpt.run(

@@ -6,7 +6,7 @@ The answers stay with the checkpoints, and the job's ranks take them for equal r
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, count
@@ -128,17 +128,13 @@ def _folder_beside(root: Path | None) -> Path | None:
     return None
 
 
-ROUND_NUMBER = 1000
+_ROUND_NUMBER = 1000
 """Number of documents that an estimate is for, if the size of the input is not known."""
-
-
-def round_number(sizes: Sequence[float]) -> Population:
-    return Population(Estimate.exact(ROUND_NUMBER), fmean(sizes))
 
 
 def estimate_lines(sample: SentSample, step: RunnerSettings) -> Iterator[str]:
     sizes = [document.size for document, _ in sample.documents]
-    population = sample.whole or round_number(sizes)
+    population = sample.whole or Population(Estimate.exact(_ROUND_NUMBER), fmean(sizes))
     sent = [requests for _, requests in sample.documents]
     answers = [request for request in chain.from_iterable(sent) if request.ended]
     if not answers:
@@ -173,35 +169,21 @@ def estimate_lines(sample: SentSample, step: RunnerSettings) -> Iterator[str]:
         f"  time              {waited.text(duration, 1 / at_once)} with {figure(at_once)} requests "
         "in flight, as here"
     )
-    for name, money in costs(step, sent, sizes, population):
-        yield f"  {name:<17} {money}"
+    models = step.models
+    if not any(config.prices_at("") for config in models.values()):
+        return
+    for tier in dict.fromkeys(("", BATCH, *step.model.prices_at("").get("tiers", {}))):
+
+        def cost(request: RecordedRequest, tier: str = tier) -> float:
+            model = models.get(request.model, step.model)
+            return model.cost(request.tokens, tier, request.endpoint) / 1e9
+
+        _, estimated = whole(cost)
+        name = f"cost, {tier}" if tier else "cost"
+        yield f"  {name:<17} {estimated.text(figure)}"
 
 
 def _counted(number: float) -> str:
     if math.isfinite(number):  # one document shows no bound
         number = round(number)
     return short(number)
-
-
-def costs(
-    step: RunnerSettings,
-    sent: Sequence[Sequence[RecordedRequest]],
-    sizes: Sequence[float],
-    population: Population,
-) -> Iterator[tuple[str, str]]:
-    """Yields "cost" and the cost of a whole input, then a name and the cost for each tier; nothing
-    without prices.
-    """
-    models = step.models
-    if not any(config.prices_at("") for config in models.values()):
-        return
-
-    def cost(request: RecordedRequest, tier: str) -> float:
-        return (
-            models.get(request.model, step.model).cost(request.tokens, tier, request.endpoint) / 1e9
-        )
-
-    for tier in dict.fromkeys(("", BATCH, *step.model.prices_at("").get("tiers", {}))):
-        amounts = [sum(cost(request, tier) for request in requests) for requests in sent]
-        name = f"cost, {tier}" if tier else "cost"
-        yield name, population.total(amounts, sizes).text(figure)

@@ -14,7 +14,6 @@ import tempfile
 import threading
 import time
 import weakref
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,7 +28,6 @@ from datatrove_ckpt.checkpoint.interval import Interval, Tuning
 from datatrove_ckpt.checkpoint.journal import FinishedDocument
 from datatrove_ckpt.checkpoint.run_limits import NO_TOTALS, RunTotals, TotalsReader
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.counts import LogHistogram
 from datatrove_ckpt.errors import CkptError, ConfigError, LimitReached
 from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.process.shutdown import Shutdown
@@ -46,56 +44,48 @@ _RECHECKED = 64  # what may begin is computed again after this part of the docum
 # in 19 of 20 with these, also if long answers cost more.
 _TOLERANCE = 0.05
 _ERRORS = 3.0
-_CENSORED = 16.0  # documents in work hide more of the mean, the more of all they are
+_CENSORED = 24.0  # documents in work hide more of the mean, the more of all they are
 
 
+@dataclass
 class DocumentCosts:
-    """The costs of the documents that have ended in this process, by the time that they took.
+    """The costs of the documents that have ended in this process, and the time that they took.
 
     Attributes:
+        longest: the longest time, in milliseconds.
         longest_unpaid: the longest time of a document that has cost nothing, in milliseconds.
     """
 
-    def __init__(self) -> None:
-        self.ended = LogHistogram()
-        self.by_time: dict[int, float] = defaultdict(float)
-        self.total = self.squares = 0.0
-        self.milliseconds = 1.0
-        self.longest_unpaid = 0.0
+    ended: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+    milliseconds: float = 1.0
+    longest: float = 0.0
+    longest_unpaid: float = 0.0
 
     def add(self, cost: float, milliseconds: float) -> None:
-        bucket = self.ended.add(milliseconds)
-        self.by_time[bucket] += cost
+        self.ended += 1
         self.total += cost
         self.squares += cost * cost
         self.milliseconds += milliseconds
+        self.longest = max(self.longest, milliseconds)
 
     def mean(self, ages: Sequence[float]) -> float:
         """Returns the mean cost of documents, with those in work.
 
-        Short documents end first, so one that took long counts for those in work that are younger,
-        too: Kaplan and Meier's estimate. Those older than all that ended go on at the rate of all.
+        Short documents end first, so those in work are taken to go on as if they had just begun,
+        beside what they have cost at the rate of all: as exponential times do. One that hangs has
+        cost no more than the longest.
 
         Args:
             ages: milliseconds since each document in work began.
         """
-        in_work = LogHistogram.of(ages)
-        ended = self.ended.total()
-        left = ended + len(ages)
-        mean = longest = 0.0
-        share_left = 1.0
-        for bucket in sorted({*self.ended, *in_work}):
-            if self.ended[bucket]:
-                longest = self.by_time[bucket] / self.ended[bucket]
-                share = share_left * self.ended[bucket] / (left - in_work[bucket] / 2)
-                mean += share * longest
-                share_left -= share
-            left -= self.ended[bucket] + in_work[bucket]
-        rest = self.total * (1 + sum(ages) / self.milliseconds) / ended
-        return mean + max(0.0, share_left) * (longest + rest)
+        begun = sum(min(age, self.longest) for age in ages) / self.milliseconds
+        rest = (1 + begun) * len(ages) / self.ended
+        return self.total * (1 + begun + rest) / (self.ended + len(ages))
 
     def error(self, in_work: int) -> float:
-        ended = self.ended.total()
+        ended = self.ended
         variance = max(0.0, ended * self.squares / self.total**2 - 1)
         return _ERRORS * math.sqrt(variance * in_work + _CENSORED * in_work**3 / ended**2)
 
@@ -294,7 +284,7 @@ class LimitWatch:
         if not ages:  # also a document that takes more than what is left
             return 1
         costs = reader.costs
-        ended = costs.ended.total()
+        ended = costs.ended
         is_start = ended < _FEW
         # Younger documents may also cost nothing.
         likely_paid = sum(age >= costs.longest_unpaid for age in ages)

@@ -212,6 +212,20 @@ def test_documents_that_cost_nothing_hold_none_back(monkeypatch):
     assert not watch.affords(20)
 
 
+def test_a_document_that_hangs_holds_no_others_back(monkeypatch):
+    run = Run(400, 10, 0, spread=0)
+    monkeypatch.setattr(limit_watch, "time", run)
+    (watch,) = run.watches
+    watch.begin(-1)
+    for ordinal in range(100):
+        watch.begin(ordinal)
+        run.now += 10
+        watch.checkpoint.own.cost += 10**9
+        watch.end(SimpleNamespace(ordinal=ordinal, prompt_tokens=0, completion_tokens=1), True)
+    run.now += 100_000
+    assert all(watch.affords(100 + number) for number in range(30))
+
+
 def test_documents_of_a_task_that_has_ended_hold_none_back(monkeypatch):
     """A task may end with documents in work: it failed, or a limit stopped it."""
     run = Run(400, 10, 0, tasks=2)

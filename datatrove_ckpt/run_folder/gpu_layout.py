@@ -20,7 +20,7 @@ from datatrove_ckpt.common.formatting import byte_size, percent, plural
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import max_tokens_of
 from datatrove_ckpt.config.inference_config import dashed_names, visible_gpus
-from datatrove_ckpt.inference.client.responses import token_counts
+from datatrove_ckpt.generation.recorded_requests import RecordedRequest
 from datatrove_ckpt.run_folder.estimate import quantile
 from datatrove_ckpt.run_folder.finding import Finding
 from datatrove_ckpt.run_folder.run_plan import RunnerPlan
@@ -206,7 +206,7 @@ def _sampled_tokens(root: Path | None) -> list[int]:
         for path in sample.glob(f"*/{layout.KEPT_ANSWERS}"):
             for row in read_answers(path):
                 usage = orjson.loads(row.answer.result or b"{}").get("usage", {})
-                counts = token_counts(usage)
+                counts = RecordedRequest("", usage=usage).tokens
                 tokens.append(counts.prompt + counts.completion)
         if any(tokens):
             return tokens

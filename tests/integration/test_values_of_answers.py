@@ -12,6 +12,7 @@ from datatrove_ckpt.errors import ConfigError, DocumentFailed
 from datatrove_ckpt.rollouts import InvalidAnswer, JudgeRollout, PromptRollout
 from datatrove_ckpt.run_folder.documents import OutputPath
 from datatrove_ckpt.testing import FakeServer, outputs
+from tests import golden
 from tests.jobs import chat, documents, in_pieces, results, rows, run_job, runner
 from tests.rank_folders import together
 from tests.yaml_jobs import write_rows
@@ -90,24 +91,16 @@ def test_an_error_that_nobody_catches_is_the_documents(tmp_path, attempts):
         assert len(server.payloads) == attempts
 
 
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"json_schema": {"type": "objekt"}}, "json_schema: is not a JSON schema"),
-        ({"json_schema": SCHEMA, "attempts": 0}, "answer_attempts: 0 is"),
-        (
-            {"json_schema": SCHEMA, "path": "/v1/x"},
-            "json_schema is for completions: leave out path",
-        ),
-        ({"json_schema": SCHEMA, "whole": True}, "leave out path and whole"),
-    ],
-)
-def test_a_mistake_stops_the_run_before_a_request(tmp_path, server, settings, message):
-    async def rollout(document, generate):
-        return await generate(chat(document.text), **settings)
+@pytest.mark.parametrize("settings", golden.sections("schemas_of_requests"))
+def test_a_mistake_stops_the_run_before_a_request(tmp_path, server, settings):
+    given = eval(settings)
 
-    with pytest.raises(ConfigError, match=message):
+    async def rollout(document, generate):
+        return await generate(chat(document.text), **given)
+
+    with pytest.raises(ConfigError) as refused:
         run_job(tmp_path, server, 1, rollout, on_document_error="dead_letter")
+    golden.hold("schemas_of_requests", settings, str(refused.value).partition(", in ")[0])
     assert not server.payloads
 
 

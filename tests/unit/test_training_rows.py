@@ -28,6 +28,7 @@ from datatrove_ckpt.torch.dataset import (
 from datatrove_ckpt.torch.mixing import Mix
 from datatrove_ckpt.torch.order import order_by_rows
 from datatrove_ckpt.torch.states import DatasetState, Slot
+from tests import golden
 from tests.training_rows import merge, rows_of
 from tests.unit.tables import reader_of, write_table
 
@@ -265,19 +266,10 @@ def test_another_order_or_version_is_refused(parquet, changes, other, message):
 def test_what_cannot_be_merged_is_named(parquet):
     states = states_of(parquet, (2, 2))
     merged = merge(states)
-    earlier = states_of(parquet, (2, 2), samples=2)[1]
-    for given, message in (
-        (states[:3], r"rank 1 of world_size=2, worker 1 .* is missing"),
-        ([*states, earlier], r"two states of rank 0 .*worker 1"),
-        ([*states[:3], *states_of(parquet, (2, 2), number=1)[3:]], "epoch is 0 in one and 1 in"),
-        ([*states[:3], *states_of(parquet, (2, 1))], "topology"),
-        ([merged, states[0]], "not of one run: done is"),
-        ([states[0], merged], "not of one run: done is"),
-    ):
-        with pytest.raises(CheckpointMismatch, match=message):
-            merge(given)
-    with pytest.raises(ConfigError, match="no state of a ReaderDataset"):
-        merge([{"model": 1}])
+    names = {"states": states, "merged": merged, "parquet": parquet}
+    names["earlier"] = states_of(parquet, (2, 2), samples=2)[1]
+    for code in golden.sections("merges"):
+        golden.refuse("merges", code, {**globals(), **names})
     assert merge([*states, states[1]]) == merged  # ranks of one slot read the same rows
     assert merge([{"loader": [states]}]) == merge(reversed(states)) == merge([merged]) == merged
 

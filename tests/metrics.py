@@ -12,6 +12,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from datatrove_ckpt.checkpoint.history import RequestHistograms
 from datatrove_ckpt.common.counts import LogHistogram
 from datatrove_ckpt.generation import prometheus
 from datatrove_ckpt.generation.prometheus import PREFIX, RANK_LABELS, RankSnapshot, families
@@ -27,7 +28,12 @@ def buckets(*values):
     return found
 
 
-HISTOGRAMS = [buckets(0.5, 1.5, 100, 3000), buckets(10, 100), buckets(5)]
+def spread():
+    return RequestHistograms(
+        milliseconds=buckets(0.5, 1.5, 100, 3000),
+        prompt_tokens=buckets(10, 100),
+        completion_tokens=buckets(5),
+    )
 
 
 def metrics(rank=3, state="running"):
@@ -36,7 +42,7 @@ def metrics(rank=3, state="running"):
     now.position = now.position._replace(tasks=9)
     reasons = Counter({"stop": 57, "length": 2, "odd": 1, "looping": 4})
     now.documents = replace(now.documents, answers=60, cut_off=2, reasons=reasons)
-    return RankSnapshot("my run", rank, "node7", "4711_5", 1000.0, state, now, HISTOGRAMS)
+    return RankSnapshot("my run", rank, "node7", "4711_5", 1000.0, state, now, spread())
 
 
 def exposition(ranks):

@@ -7,9 +7,9 @@ Recovery does not read it, so damage costs a line and never the run. Each line h
     k           keys
     start       host, pid, job (Slurm job id, or null), v (our version)
     server      what, name, url (without secrets, or null), why
-    progress    s, d, r, len, c, all, own, err, q, w, out, pos, skip, tier, call, failed, ms,
+    progress    s, d, r, len, c, all, own, err, q, cap, w, out, pos, skip, tier, call, failed, ms,
                 and own_ of err and of the last four: see ``ProgressRecord``
-    spread      bad: see ``BadAnswers``
+    spread      ms, pt, ct, bad: see ``RequestHistograms``
     end         why, what
     replay      what
 
@@ -176,7 +176,7 @@ class ProgressRecord(_HistoryRecord):
         total: what all attempts did ("all", "err", "tier", ...), without the last minute of killed
             attempts.
         own: what this attempt did ("own", "own_err", "own_tier", ...).
-        places: requests that the servers have room for; not kept in the line.
+        places: requests that the servers have room for ("cap", if any).
         in_flight: requests at a server ("q", with the next two).
         waiting: requests that wait for a server, a free slot or their next attempt.
         in_work: documents that have begun and are not finished.
@@ -205,6 +205,7 @@ class ProgressRecord(_HistoryRecord):
         optional = {
             "r": dict(self.documents.reasons.most_common(_MAX_KINDS)),
             "len": sorted(self.documents.lengths.items()),
+            "cap": self.places,
             "skip": self.skipped and self.skipped.numbers(),
         }
         return {
@@ -235,6 +236,7 @@ class ProgressRecord(_HistoryRecord):
             chunks=data["c"],
             total=_work(data, "all", ""),
             own=_work(data, "own", "own_"),
+            places=data.get("cap", 0),
             in_flight=in_flight,
             waiting=waiting,
             in_work=in_work,
@@ -264,15 +266,41 @@ def _work(data: Json, numbers: str, prefix: str) -> WorkCounts:
 
 
 @dataclass(slots=True, kw_only=True)
-class BadAnswers(_HistoryRecord):
-    """Some bad answers of this attempt, within a minute after each, and at the end.
+class RequestHistograms(_HistoryRecord):
+    """The requests of this attempt that servers answered, as histograms, every ten minutes and at
+    the end; and some answers.
 
     Attributes:
-        bad: the ids of their documents and their texts, by what is wrong with them.
+        milliseconds: time from sending to the answer ("ms").
+        prompt_tokens, completion_tokens: tokens of each answer ("pt", "ct").
+        examples: some bad answers by what is wrong with them, each as the id of its document and
+            its text ("bad", if any). With a new one, the line comes within a minute.
     """
 
-    KIND = "spread"  # 0.2.0 had histograms in it
-    bad: dict[str, list[list[str]]] = field(default_factory=dict)
+    KIND = "spread"
+    milliseconds: LogHistogram = field(default_factory=LogHistogram)
+    prompt_tokens: LogHistogram = field(default_factory=LogHistogram)
+    completion_tokens: LogHistogram = field(default_factory=LogHistogram)
+    examples: dict[str, list[list[str]]] = field(default_factory=dict)
+
+    def to_json(self) -> Json:
+        histograms: Json = {
+            key: sorted(getattr(self, name).items()) for key, name in HISTOGRAMS.items()
+        }
+        if self.examples:
+            histograms["bad"] = self.examples
+        return histograms
+
+    @classmethod
+    def read(cls, data: Json) -> RequestHistograms:
+        spread = cls(examples=data.get("bad", {}))
+        for key, name in HISTOGRAMS.items():
+            setattr(spread, name, LogHistogram(dict(data[key])))
+        return spread
+
+
+HISTOGRAMS = {"ms": "milliseconds", "pt": "prompt_tokens", "ct": "completion_tokens"}
+"""The histograms of ``RequestHistograms`` by their keys."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -294,14 +322,14 @@ class ReplayResult(_HistoryRecord):
     what: str
 
 
-Record = AttemptStart | ServerEvent | ProgressRecord | BadAnswers | AttemptEnd | ReplayResult
+Record = AttemptStart | ServerEvent | ProgressRecord | RequestHistograms | AttemptEnd | ReplayResult
 _KINDS: dict[str, type[Record]] = {
     kind.KIND: kind
     for kind in (
         AttemptStart,
         ServerEvent,
         ProgressRecord,
-        BadAnswers,
+        RequestHistograms,
         AttemptEnd,
         ReplayResult,
     )
@@ -388,8 +416,8 @@ def _sampled(lines: Iterable[bytes], step: int) -> list[bytes]:
         selection = list(group)
         if not is_event:
             minutes = [line for line in selection if is_progress_line(line)]
-            bad = [line for line in selection if not is_progress_line(line)]
-            sampled = {*minutes[::step], *minutes[-1:], *bad[-1:]}
+            histograms = [line for line in selection if not is_progress_line(line)]
+            sampled = {*minutes[::step], *minutes[-1:], *histograms[-1:]}
             selection = [line for line in selection if line in sampled]
         selected += selection
     return selected
@@ -477,14 +505,14 @@ class History:
     """The parsed part of a rank's history.
 
     Attributes:
-        bad: the last line of each attempt.
+        spreads: the last line of each attempt, over all its requests.
         then: the progress line of the newest attempt that is ``RATE_SECONDS`` older than its last
             one, or as old as lines reach; None if the attempt has ended.
     """
 
     attempts: list[AttemptSummary] = field(default_factory=list)
     minutes: list[ProgressRecord] = field(default_factory=list)
-    bad: list[BadAnswers] = field(default_factory=list)
+    spreads: list[RequestHistograms] = field(default_factory=list)
     servers: list[ServerEvent] = field(default_factory=list)
     then: ProgressRecord | None = None
 
@@ -524,7 +552,7 @@ def read_history(path: str, max_lines: int = 0) -> History:
     lines = last_lines(path, None if max_lines else 1 << 19, MAX_BYTES)
     history = History()
     attempts: dict[int, AttemptSummary] = {}
-    bad = {}
+    spreads = {}
     step = len(lines) // max_lines + 1 if max_lines else len(lines) + 1
     for line in _sampled(lines, step):
         record = parse_line(line)
@@ -536,11 +564,11 @@ def read_history(path: str, max_lines: int = 0) -> History:
             history.servers = []
         elif isinstance(record, ProgressRecord):
             history.minutes.append(record)
-        elif isinstance(record, BadAnswers):
-            bad[record.attempt] = record
+        elif isinstance(record, RequestHistograms):
+            spreads[record.attempt] = record
         elif isinstance(record, ServerEvent):
             history.servers.append(record)
-    history.bad = [*bad.values()]
+    history.spreads = [*spreads.values()]
     history.attempts = [attempts[number] for number in sorted(attempts)]
     for attempt in history.attempts[:-1]:
         attempt.without_a_word = attempt.ended is None

@@ -368,6 +368,9 @@ class LogHistogram(Counter[int]):
             return 0.0
         return float(2.0 ** ((bucket - 1) / 4))
 
+    def at_most(self, share: float) -> float:
+        return self.lower(self._bucket_at(share) + 1)
+
     @property
     def percentiles(self) -> dict[str, int]:
         """Rounded down, so that none is above ``max_tokens``."""

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 from loguru import logger
@@ -46,7 +47,7 @@ _MAX_EXCERPT = 200  # characters of its beginning, and as many of its end
 class RankReporter:
     """One rank's progress in this attempt.
 
-    Any thread may call ``progress``, ``histograms`` and ``last_records``.
+    Any thread may call ``progress``, ``spread`` and ``last_records``.
 
     Attributes:
         own: what this attempt did. The scheduler counts documents, ``RolloutRequests`` failures,
@@ -69,9 +70,7 @@ class RankReporter:
         self._early = Counter[str]()
         self._ended = 0
         self._ended_at = time.monotonic()  # when it last changed
-        # Of milliseconds from sending to the answer, of prompt tokens, and of completion tokens.
-        self._histograms = LogHistogram(), LogHistogram(), LogHistogram()
-        self._bad: dict[str, list[list[str]]] = {}
+        self._spread = history.RequestHistograms()
         self._recent: list[tuple[float, int, int]] = []
         """Answers that are not in the histograms yet: many at once cost a fifth of each alone."""
         self._counting = threading.Lock()
@@ -114,12 +113,12 @@ class RankReporter:
         with self._counting:
             recent = self._recent.copy()  # others may come while these are counted
             columns = zip(*recent, strict=True)
-            for histogram, values in zip(self._histograms, columns, strict=False):
-                histogram.update(LogHistogram.of(values))
+            for name, values in zip(history.HISTOGRAMS.values(), columns, strict=False):
+                getattr(self._spread, name).update(LogHistogram.of(values))
             del self._recent[: len(recent)]
 
     def example(self, fault: str, document: str, text: str) -> None:
-        examples = self._bad.setdefault(fault, [])
+        examples = self._spread.examples.setdefault(fault, [])
         if len(examples) < 3:  # of each fault
             excerpt = redact(text)
             if len(excerpt) > 2 * _MAX_EXCERPT:
@@ -240,13 +239,13 @@ class RankReporter:
 
     async def _keep(self) -> None:
         pause = 1.0  # a kill loses at most half of what a short attempt has counted
-        while True:
+        for number in count(1):
             await asyncio.sleep(pause)
             pause = min(2 * pause, MINUTE_SECONDS)
             self._checkpoint.note(self.progress())
-            if self._has_new_examples:
+            if number % 10 == 0 or self._has_new_examples:
                 self._has_new_examples = False
-                self._checkpoint.note(self._bad_answers())
+                self._checkpoint.note(self.spread())
 
     def progress(self) -> history.ProgressRecord:
         """Returns where the attempt stands. The checkpoint fills in the rest."""
@@ -281,20 +280,22 @@ class RankReporter:
             quiet, seconds, redact(oldest.request.document)[:_MAX_ID], all_started
         )
 
-    def histograms(self) -> list[LogHistogram]:
+    def spread(self) -> history.RequestHistograms:
+        """Returns a copy, because other threads read it later."""
         self._count_recent()
-        return [histogram.copy() for histogram in self._histograms]
-
-    def _bad_answers(self) -> history.BadAnswers:
-        """Returns a copy, because another thread writes it later."""
-        bad = self._bad.copy().items()
-        return history.BadAnswers(bad={fault: examples.copy() for fault, examples in bad})
+        examples = self._spread.examples.copy().items()
+        copied = history.RequestHistograms(
+            examples={fault: each.copy() for fault, each in examples}
+        )
+        for name in history.HISTOGRAMS.values():
+            setattr(copied, name, getattr(self._spread, name).copy())
+        return copied
 
     def last_records(self, completed: bool) -> list[history.Record]:
         """Returns the end of the attempt. Called before the attempt's error is handled."""
         self.last = self.progress()
         self.end = self._end(completed)
-        return [self.last, self._bad_answers(), self.end]
+        return [self.last, self.spread(), self.end]
 
     def _end(self, completed: bool) -> history.AttemptEnd:
         if completed:

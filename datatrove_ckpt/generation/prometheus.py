@@ -25,7 +25,7 @@ from prometheus_client import Metric as Family
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint.history import ProgressRecord
+from datatrove_ckpt.checkpoint.history import ProgressRecord, RequestHistograms
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.common.counts import METRICS, LogHistogram
 from datatrove_ckpt.common.formatting import error_text
@@ -66,7 +66,7 @@ class RankSnapshot:
     started_at: float
     state: str
     progress: ProgressRecord
-    histograms: list[LogHistogram]
+    spread: RequestHistograms
 
 
 def _histogram(buckets: LogHistogram, ends: int, divisor: float = 1.0) -> Histogram:
@@ -87,7 +87,7 @@ def _histogram(buckets: LogHistogram, ends: int, divisor: float = 1.0) -> Histog
 def _values(rank: RankSnapshot) -> dict[str, Value]:
     progress = rank.progress
     done = progress.documents
-    milliseconds, prompt_tokens, completion_tokens = rank.histograms
+    spread = rank.spread
     return {
         **done.samples(),
         **progress.own.samples(),
@@ -105,9 +105,9 @@ def _values(rank: RankSnapshot) -> dict[str, Value]:
         "server_places": progress.places,
         "requests_waiting": progress.waiting,
         "unanswered_seconds": progress.silence.seconds,
-        "request_duration_seconds": _histogram(milliseconds, 22, 1000.0),  # to 35 min
-        "request_prompt_tokens": _histogram(prompt_tokens, 18),
-        "request_completion_tokens": _histogram(completion_tokens, 18),
+        "request_duration_seconds": _histogram(spread.milliseconds, 22, 1000.0),  # to 35 min
+        "request_prompt_tokens": _histogram(spread.prompt_tokens, 18),
+        "request_completion_tokens": _histogram(spread.completion_tokens, 18),
     }
 
 
@@ -231,7 +231,7 @@ def shown_rank(
             started_at,
             state,
             progress,
-            reporter.histograms(),
+            reporter.spread(),
         )
 
     with ExitStack() as stack:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from datatrove_ckpt.checkpoint.history import BadAnswers
+from datatrove_ckpt.checkpoint.history import RequestHistograms
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.common.counts import LogHistogram
 from datatrove_ckpt.testing import outputs
@@ -71,7 +71,7 @@ def test_cost_bad_answers_and_busy_places_are_shown_over_time_and_some_answers(t
             line.places = 8
             line.in_flight = 4 - 2 * number
             line.attempt = 2 if number and line.at > T + 180 else 1
-        lines.append(BadAnswers(at=T + 360, attempt=1, bad=BAD))
+        lines.append(RequestHistograms(at=T + 360, attempt=1, examples=BAD))
         write_rank(tmp_path, number, lines, chunks=5, tasks=2)
     page = tmp_path / "report.html"
     assert main(["report", str(tmp_path), "-o", str(page)]) == 0
@@ -83,6 +83,10 @@ def test_cost_bad_answers_and_busy_places_are_shown_over_time_and_some_answers(t
     assert {re.sub(".* UTC\n", "", each) for each in cost} == {"1,200 cost per hour"}
     bad = {re.sub(".* UTC\n", "", each) for each in charts["Bad answers, %"]}
     assert bad == {"10 cut off\n50 looping"}
+    busy = [re.sub(".* UTC\n", "", each) for each in charts["Capacity in use at the servers, %"]]
+    assert set(busy[:70]) == {"37.5 capacity in use"}, "6 of 16"
+    assert "50 capacity in use" in busy[80:110], "the killed rank has no places"
+    assert busy[-5] == "37.5 capacity in use"
     source = page.read_text()
     assert "<bdi>&lt;b&gt;a&lt;/b&gt;</bdi>" in source
     assert "<script>" not in source

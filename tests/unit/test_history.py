@@ -12,9 +12,9 @@ from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum
 from datatrove_ckpt.checkpoint.history import (
     AttemptEnd,
     AttemptStart,
-    BadAnswers,
     HistoryLog,
     ProgressRecord,
+    RequestHistograms,
     WaitStatus,
     downsampled,
 )
@@ -50,12 +50,15 @@ def test_a_document_and_a_server_cannot_write_lines_of_their_own(tmp_path):
     assert found.total.tiers == found.own.tiers == {"flex all is well": 1}
 
 
-BAD = BadAnswers(at=1.0, attempt=1, bad={"looping": [["id", "again"]]})
+LATENCIES = RequestHistograms(at=1.0, attempt=1, milliseconds=LogHistogram({3: 2, 17: 1}))
+LATENCIES.examples = {"looping": [["id", "again"]]}
 ANSWERS = DocumentCounts(9, reasons=Counter(stop=4), lengths=LogHistogram.of([1, 70, 70]))
 
 
-@pytest.mark.parametrize("line", [BAD, ProgressRecord(at=1.0, attempt=1, documents=ANSWERS)])
-def test_bad_answers_and_counts_come_back_as_they_were_written(tmp_path, line):
+@pytest.mark.parametrize(
+    "line", [LATENCIES, ProgressRecord(at=1.0, attempt=1, documents=ANSWERS, places=8)]
+)
+def test_histograms_and_counts_come_back_as_they_were_written(tmp_path, line):
     assert read_history(written(tmp_path / "history.jsonl", [line])).records == [line]
 
 
@@ -72,16 +75,16 @@ def test_no_percentile_of_answers_that_were_cut_off_is_above_their_limit():
     assert LogHistogram.of([64] * 20).percentiles == {"p50": 64, "p95": 64}
 
 
-def test_of_each_attempt_the_last_bad_answers_count(tmp_path):
+def test_of_each_attempt_the_last_histograms_count(tmp_path):
     lines = []
     for attempt in (1, 2):
         lines.append(AttemptStart(at=attempt, attempt=attempt, host="h", pid=1))
         lines += [
-            BadAnswers(at=attempt, attempt=attempt, bad={"looping": [["id", "again"]] * number})
+            RequestHistograms(at=attempt, attempt=attempt, milliseconds=LogHistogram({3: number}))
             for number in (1, 2)
         ]
     found = history.read_history(str(written(tmp_path / "history.jsonl", lines)))
-    assert found.bad == lines[2::3]
+    assert found.spreads == lines[2::3]
 
 
 def test_attempts_before_a_day_of_minutes_keep_their_places_and_ends(tmp_path):

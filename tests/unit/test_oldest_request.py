@@ -67,8 +67,9 @@ def test_answers_that_come_while_a_thread_counts_are_counted(monkeypatch):
     rank.answered(answer, config)
     with monkeypatch.context() as patched:
         patched.setattr("datatrove_ckpt.generation.progress.LogHistogram", Counting)
-        rank.histograms()
-    assert [histogram.total() for histogram in rank.histograms()] == [4, 4, 4]
+        rank.spread()
+    counted = rank.spread()
+    assert counted.milliseconds.total() == counted.completion_tokens.total() == 4
     assert rank.own.requests == 4
 
 

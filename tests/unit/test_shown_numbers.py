@@ -8,20 +8,18 @@ import re
 import shutil
 import time
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import orjson
 import pytest
 import xxhash
 from prometheus_client import generate_latest
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint.history import ProgressRecord, parse_line
+from datatrove_ckpt.checkpoint.history import ProgressRecord, RequestHistograms, parse_line
 from datatrove_ckpt.cli.status import describe, table
 from datatrove_ckpt.cli.track import RunTracker
-from datatrove_ckpt.common.counts import LogHistogram, RunNumbers, SkippedLines, WorkCounts
+from datatrove_ckpt.common.counts import RunNumbers, SkippedLines, WorkCounts
 from datatrove_ckpt.generation.prometheus import RankSnapshot, families
 from datatrove_ckpt.run_folder.report.page import report_page
 from datatrove_ckpt.run_folder.run_state import read_run_state, to_json
@@ -30,7 +28,6 @@ from tests.rank_folders import place_at
 
 DATA = Path(__file__).parents[1] / "data"
 NOW = 1_800_000_550.0
-HISTOGRAMS = re.compile(rb'"ms":(\S+),"pt":(\S+),"ct":([][0-9,]+[]])')
 
 
 @pytest.fixture
@@ -80,10 +77,8 @@ def ranks():
         path = DATA / f"numbers/checkpoints/{number:05d}/history.jsonl"
         records = [parse_line(line) for line in path.read_bytes().splitlines(keepends=True)]
         minutes = [record for record in records if isinstance(record, ProgressRecord)]
-        *_, last = filter(None, map(HISTOGRAMS.search, path.read_bytes().splitlines()))
-        histograms = [LogHistogram(dict(orjson.loads(each))) for each in last.groups()]
-        progress = replace(minutes[-1], places=16)
-        yield RankSnapshot("run", number, "node7", "17_5", 1e9, "running", progress, histograms)
+        spreads = [record for record in records if isinstance(record, RequestHistograms)]
+        yield RankSnapshot("run", number, "node7", "17_5", 1e9, "running", minutes[-1], spreads[-1])
 
 
 def test_the_page_of_prometheus():

@@ -23,14 +23,14 @@ import numpy.typing as npt
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.history import (
-    BadAnswers,
     History,
     ProgressRecord,
+    RequestHistograms,
     read_history,
 )
 from datatrove_ckpt.checkpoint.identity import without_model
 from datatrove_ckpt.checkpoint.layout import HISTORY
-from datatrove_ckpt.common.counts import DocumentCounts
+from datatrove_ckpt.common.counts import DocumentCounts, LogHistogram
 from datatrove_ckpt.common.formatting import figure, percent, short
 from datatrove_ckpt.config.monitoring import name_of_folder
 from datatrove_ckpt.errors import StorageFailed
@@ -53,7 +53,8 @@ def report_page(run: RunState) -> str:
     ranks = run.all_ranks
     lines = min(_MAX_LINES, max(_LEAST_LINES, _PROGRESS_LINES // max(1, len(ranks))))
     histories = [_history(rank.folder / HISTORY, lines) for rank in ranks]
-    bad = [line for history in histories for line in history.bad]
+    requests = sum(sums.done.requests for sums in (run.totals, run.retried))
+    spreads = [spread for history in histories for spread in history.spreads]
     state = "finished"
     if not run.is_finished:
         state = next((state for state in _ORDER if run.totals.states[state]), "unfinished")
@@ -73,8 +74,9 @@ def report_page(run: RunState) -> str:
         [
             # Retries read documents that were read before: they are not summed.
             *_charts([history.minutes for history in histories[: len(run.ranks)]]),
-            *_quality(run.together.done, bad),
+            *_quality(run.together.done, spreads),
             _attempts(ranks),
+            _spreads(spreads, requests),
         ],
     )
 
@@ -118,6 +120,10 @@ def _charts(ranks: Iterable[Sequence[ProgressRecord]]) -> Iterator[Markup]:
         "completion": grown(lambda line: line.documents.completion_tokens) / seconds,
     }
     yield chart("Tokens per second", edges, tokens)
+    places = _held(begun, edges, "places")
+    if places.any():
+        busy = _share(_held(begun, edges, "in_flight"), places)
+        yield chart("Capacity in use at the servers, %", edges, {"capacity in use": busy})
     cost = grown(lambda line: line.total.cost) / 1e9
     if cost.any():
         yield chart("Cost per hour", edges, {"cost per hour": 3600 * cost / seconds})
@@ -132,6 +138,23 @@ def _charts(ranks: Iterable[Sequence[ProgressRecord]]) -> Iterator[Markup]:
         yield chart("Bad answers, %", edges, shares)
 
 
+def _held(ranks: Iterable[Sequence[ProgressRecord]], edges: Values, name: str) -> Values:
+    """Returns a number that is as large as each rank's last line says, until its attempt ends, at
+    the middle of each interval; the sum over ranks.
+    """
+    middles = (edges[:-1] + edges[1:]) / 2
+    total = np.zeros(len(middles))
+    for minutes in ranks:
+        times = np.array([line.at for line in minutes])
+        values = np.array([getattr(line, name) for line in minutes])
+        newest = np.searchsorted(times, middles, side="right") - 1
+        following = np.minimum(newest + 1, len(minutes) - 1)
+        attempts = np.array([line.attempt for line in minutes])
+        is_over = (attempts[newest] != attempts[following]) | (newest == following)
+        total += np.where((newest < 0) | is_over, 0, values[newest])
+    return total
+
+
 def _share(part: Values, whole: Values) -> Values:
     """Numbers that are not of one moment may give more than 100."""
     shares = np.divide(100 * part, whole, out=np.zeros(len(whole)), where=whole > 0)
@@ -141,7 +164,7 @@ def _share(part: Values, whole: Values) -> Values:
 _EXAMPLES = 3
 
 
-def _quality(done: DocumentCounts, bad: Iterable[BadAnswers]) -> Iterator[Markup]:
+def _quality(done: DocumentCounts, spreads: Iterable[RequestHistograms]) -> Iterator[Markup]:
     counts = {f"finish_reason {reason}": number for reason, number in done.endings.items()}
     counts |= {_named(kind): number for kind, number in done.bad.items() if number}
     rows = [
@@ -156,8 +179,8 @@ def _quality(done: DocumentCounts, bad: Iterable[BadAnswers]) -> Iterator[Markup
     )
     yield table("Answers", ("", "answers#", "share#"), rows, caption)
     examples: dict[str, list[list[str]]] = {}
-    for line in bad:
-        for kind, texts in line.bad.items():
+    for spread in spreads:
+        for kind, texts in spread.examples.items():
             examples.setdefault(kind, []).extend(texts)
     rows = [
         [_named(kind), shortened(document, _MAX_ID), text]
@@ -195,6 +218,31 @@ def _attempts(ranks: Iterable[RankStatus]) -> Markup:
             in_flight = figure(attempt.in_flight)
         rows.append([rank, *times, attempt.outcome, attempt.place, in_flight])
     return table("Attempts that ended early", columns, rows, caption)
+
+
+_SHARES = (0.5, 0.9, 0.99, 1.0)
+
+
+def _spreads(spreads: Sequence[RequestHistograms], requests: int) -> Markup:
+    """Histograms lack the last minutes before a kill."""
+    kinds = {
+        "latency, ms": "milliseconds",
+        "prompt tokens": "prompt_tokens",
+        "completion tokens": "completion_tokens",
+    }
+    rows = []
+    counted = 0
+    for kind, name in kinds.items():
+        buckets = sum((getattr(spread, name) for spread in spreads), LogHistogram())
+        if buckets:
+            counted = max(counted, buckets.total())
+            rows.append([kind, *(figure(buckets.at_most(share)) for share in _SHARES)])
+    caption = (
+        f"{figure(counted)} of {figure(requests)} requests; numbers are rounded up, by a fifth "
+        "at most."
+    )
+    columns = ("", *(f"{100 * share:.3g} % at most#" for share in _SHARES[:-1]), "all at most#")
+    return table("Requests", columns, rows, caption)
 
 
 _MAX_NAME = 160

@@ -30,6 +30,8 @@ RUN_ELSEWHERE = {
     "python -m tests.status_page": "likewise",
     "python -m tests.bench.report": "twelve minutes; its text is checked in tests/unit/test_pages.py",
     "python -m tests.bench.throughput --against 9e11bab3 --results results.jsonl --write": "an hour",
+    "python -m tests.bench.peers": "half an hour, by hand",
+    "python -m tests.bench.start": "two minutes, by hand",
     "python -m tests.bench.vllm_scheduler": "needs vLLM; minutes, by hand",
     "python -m tests.bench.engine --engine vllm --model Qwen/Qwen3-4B --output engine.md": "needs a GPU; "
     "tests/real/test_engine_bench.py runs it with llama.cpp",

@@ -25,16 +25,24 @@ class MockServer:
     def __init__(self, port):
         self.url = f"http://127.0.0.1:{port}"
 
-    def reset(self, latency):
-        self._get(f"/reset?latency-ms={latency * 1000}")
+    def reset(self, latency, longest=None):
+        longest = latency if longest is None else longest
+        self._get(f"/reset?latency-ms={latency * 1000}-{longest * 1000}")
 
     def counts(self):
         return self._get("/count")
 
-    def _get(self, path):
+    def wait(self, answers, seconds):
+        """
+        Raises:
+            TimeoutError: there were not so many in this time.
+        """
+        self._get(f"/wait?answers={answers}", seconds)
+
+    def _get(self, path, seconds=60):
         # A proxy in the environment is never meant for it.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(self.url + path, timeout=60) as response:
+        with opener.open(self.url + path, timeout=seconds) as response:
             return dict(json.load(response))
 
 

@@ -11,7 +11,9 @@ ask.
     GET /v1/models                         readiness
     POST /v1/chat/completions              an answer, after the latency
     GET /count                             what was counted
-    GET /reset?latency-ms=200              counts from zero, with another latency
+    GET /reset?latency-ms=200              counts from zero, with another latency; 100-300: each
+                                           document has its own, so that answers come one by one
+    GET /wait?answers=500                  an answer once so many were given
 
 Times are ``time.monotonic()``, which all processes of a machine share. uvloop is used where it is
 installed.
@@ -66,17 +68,30 @@ _MODELS = _response(b'{"object":"list","data":[{"id":"mock","object":"model"}]}'
 class Counts:
     """What was asked since the last reset."""
 
-    def __init__(self, latency):
-        self.latency = latency
+    def __init__(self, shortest=0.0, longest=0.0):
+        self.shortest = shortest  # seconds
+        self.longest = longest
         self.asked = Counter()
         self.first = self.last = 0.0
         self.answered = 0
+        self.known = set()  # documents whose answer was sent, and read as far as TCP tells
+        self.twice = 0
+        self.waiting = {}  # connections by the number of answers that they wait for
 
     def ask(self, body):
-        if number := _NUMBER.search(body):
+        """Returns the document's number; None if it has none."""
+        if match := _NUMBER.search(body):
             self.last = time.monotonic()
             self.first = self.first or self.last
-            self.asked[int(number[1])] += 1
+            number = int(match[1])
+            self.asked[number] += 1
+            self.twice += number in self.known
+            return number
+        return None
+
+    def latency(self, number):
+        # Numbers that follow each other are far apart.
+        return self.shortest + (self.longest - self.shortest) * ((number or 0) * 0.618 % 1)
 
     def to_json(self):
         times = Counter(self.asked.values())
@@ -84,6 +99,8 @@ class Counts:
             {
                 "requests": self.asked.total(),
                 "by_times_asked": times,
+                "asked_after_their_answer": self.twice,
+                "unanswered": len(self.asked) - len(self.known),
                 "first": self.first,
                 "last": self.last,
             }
@@ -93,12 +110,18 @@ class Counts:
 class Server(asyncio.Protocol):
     """One connection, kept alive unless the client says otherwise."""
 
-    counts = Counts(0.0)
+    counts = Counts()
 
     def connection_made(self, transport):
         self._transport = transport
         self._received = bytearray()
         self._needed = 0  # bytes of the request under way, once its header is known
+        self._answered = None  # the last document
+
+    def connection_lost(self, exc):
+        # The other side has ended: reset instead of closed if there was something unread.
+        if exc is not None:
+            self.counts.known.discard(self._answered)
 
     def data_received(self, data):
         self._received += data
@@ -119,18 +142,29 @@ class Server(asyncio.Protocol):
         _, path, _ = head.split(b" ", 2)
         if head.startswith(b"POST"):
             counts = self.counts
-            counts.ask(body)
-            if counts.latency:
-                asyncio.get_running_loop().call_later(counts.latency, self._answer, counts, close)
+            number = counts.ask(body)
+            if counts.longest:
+                loop = asyncio.get_running_loop()
+                latency = counts.latency(number)
+                loop.call_later(latency, self._answer, counts, number, close)
             else:
-                self._answer(counts, close)
+                self._answer(counts, number, close)
+            return
+        if path.startswith(b"/wait"):
+            Server.counts.waiting[int(path.partition(b"=")[2])] = self
             return
         if path.startswith(b"/reset"):
-            Server.counts = Counts(float(path.partition(b"=")[2] or 0) / 1000)
+            shortest, _, longest = path.partition(b"=")[2].partition(b"-")
+            Server.counts = Counts(float(shortest) / 1000, float(longest or shortest) / 1000)
         self._send(_MODELS if path == b"/v1/models" else _response(Server.counts.to_json()), close)
 
-    def _answer(self, counts, close):
+    def _answer(self, counts, number, close):
         counts.answered += 1
+        if number is not None and not self._transport.is_closing():
+            counts.known.add(number)
+            self._answered = number
+            if waiting := counts.waiting.pop(len(counts.known), None):
+                waiting._send(_MODELS, close=True)
         self._send(b"%b%08d%b" % (_BEFORE, counts.answered, _AFTER), close)
 
     def _send(self, response, close):

@@ -159,6 +159,11 @@ def vllm_router():
     return _program("vllm-router-0.1.17-1", "vllm-router==0.1.17", program="vllm-router")
 
 
+def peer_python(name, version, *what):
+    """The interpreter of an environment that holds another project."""
+    return _program(f"peer-{name}-{version}-1", *what)
+
+
 def model():
     """The folder of a checkpoint that vLLM can serve."""
     python = vllm_python()

@@ -64,6 +64,7 @@ _MISSED_HEARTBEATS = 5  # an owner that missed so many heartbeats is dead
 # After so long, a listing shows all earlier writes.
 _SETTLE_SECONDS = 1.0
 _HUB_SETTLE_SECONDS = 5.0
+_LOCKED_SECONDS = 30.0  # until a rank that another process has locked is tried again
 _WORKERS = "workers"
 # Owners that are no processes, whose names are hexadecimal and sort before these.
 FREE = "free"
@@ -448,7 +449,7 @@ class Claims:
     def lost(self, rank: int) -> None:
         """Frees a rank that another process has locked. It is tried again later."""
         with self._guard:
-            self.locked[rank] = time.monotonic() + 30.0
+            self.locked[rank] = time.monotonic() + _LOCKED_SECONDS
             self.release(rank)
 
     def failed(self, rank: int, reason: str, for_good: bool) -> None:

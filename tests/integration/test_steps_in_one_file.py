@@ -738,7 +738,7 @@ def test_a_worker_waits_for_the_task_of_another_and_goes_on(server, command, mon
     rank.mkdir(parents=True)
     lock = Lock(rank / "lock")
     monkeypatch.setattr(time, "sleep", lambda seconds: lock.release())
-    monkeypatch.setattr(claims, "_LOCKED_SECONDS", 0.0)
+    monkeypatch.setattr(claims, "_LOCKED_SECONDS", 1.0)
     write(server)
     said = command("run", "job.yaml", "--worker")
     assert "Waiting for 1 task of other processes" in said.err

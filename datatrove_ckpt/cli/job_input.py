@@ -337,7 +337,7 @@ class SavedInput:
                         reason = f"the rows of step {min(changed)[0]} have changed"
                     raise CheckpointMismatch(
                         f"{query.label}: its rows differ from those in {self.folder}, with which "
-                        f"the run has begun: {reason}. Nothing was sent."
+                        f"the run has begun: {reason}."
                     )
         self.record_folder()
         return kept

@@ -9,7 +9,7 @@ from datatrove_ckpt.cli.execution import advise
 from datatrove_ckpt.cli.short_form import expand
 from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.errors import CkptError, written_in
+from datatrove_ckpt.errors import CkptError, ConfigError, written_in
 from datatrove_ckpt.run_folder.documents import OutputPath, OutputUrl
 from datatrove_ckpt.run_folder.run_plan import RunPlan
 
@@ -64,6 +64,8 @@ def run(
             short[name] = value
     if steps:
         return _run_steps(short, redo)
+    if redo or "dead_letters" in settings:
+        raise ConfigError("run(): redo, dead_letters: are for a job with steps.")
     with written_in("run()"):
         _run(build(expand(short, rows=rows)))
     folder = str(short["run_folder"])

@@ -19,8 +19,8 @@ def run(arguments: argparse.Namespace) -> int:
         from datatrove_ckpt.cli.steps import run_steps
 
         return run_steps(job, arguments)
-    if arguments.redo or "dead_letters" in job:
-        raise ConfigError("--redo, dead_letters: are for a job with steps.")
+    if arguments.redo:
+        raise ConfigError("--redo: is for a job with steps.")
     config, executor = make_executor(arguments.config, arguments.overrides)
     from datatrove_ckpt.cli.execution import run_job  # not imported for a file with a mistake
 

@@ -109,6 +109,8 @@ def read_config(path: str | None, overrides: list[str], inspect_only: bool = Fal
                 f"{form()}: steps: a pod has no place for the queries between them, and tune takes "
                 "the job of one run."
             )
+        if "dead_letters" in config:
+            raise ConfigError(f"{form()}: dead_letters: is for a job with steps.")
         config = expand(config, inspect_only)
     for override in filter(_is_long, overrides):
         yaml_config.set_at_path(config, override)

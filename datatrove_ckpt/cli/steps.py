@@ -348,8 +348,11 @@ def runs(
             files.disk.replace(root / STEPS, orjson.dumps(names))
             redo_steps(steps, redo)
             for step in steps:
-                if step.is_run:
-                    step.executor()  # a mistake in its settings costs nothing
+                if step.is_run:  # a mistake in its settings, or a change, costs nothing
+                    plan = RunPlan(step.executor()[1])
+                    if step.has_begun and (step.query is None or step.given):
+                        with _naming(step):
+                            earlier_runs.check_job(plan, dry_run=True)
         for step in steps:  # steps that have run send no request
             with _locked(root), _naming(step):
                 step.prepare()
@@ -425,6 +428,7 @@ def sample_steps(short: Node, source: str, number: int) -> int:
     step, as those of ``run --sample``.
     """
     shares: dict[str, float | None] = {}
+    codes = [0]
     with TemporaryDirectory(prefix="datatrove-ckpt-") as folder, ExitStack() as stack:
         stack.callback(close_servers)
         trial = read_steps({**short, "run_folder": folder}, source)
@@ -438,14 +442,15 @@ def sample_steps(short: Node, source: str, number: int) -> int:
             if tried.rows is None:
                 say(f"{step.name}:")
                 _, executor = step.executor(tried.folder / layout.KEPT_INPUT)
-                sent, _ = show_sample(executor, number, tried.folder, share, writes_rows=True)
+                sent, code = show_sample(executor, number, tried.folder, share, writes_rows=True)
+                codes.append(code)
                 if sent.whole is not None:
                     share = sent.whole.number.value / len(sent.documents)
             else:
                 rows = tried.rows.rows
                 say(f"{step.name}: {plural(rows, 'row') if rows else 'no row reaches it'}")
             shares[step.name] = share
-    return 0
+    return max(codes)
 
 
 def run_steps(short: Node, arguments: argparse.Namespace) -> int:
@@ -460,8 +465,8 @@ def run_steps(short: Node, arguments: argparse.Namespace) -> int:
             if step.is_run:
                 run_job(*step.executor(), arguments)
         return 0
-    again = without_flag(arguments.command, "--redo")
-    again = [word for word in again if word != "--retry-dead-letters"]
+    command = without_flag(arguments.command, "--redo")  # which would move what it resumes
+    again = [word for word in command if word != "--retry-dead-letters"]
     try:
         for step in runs(steps, arguments.redo or (), arguments.worker):
             config, executor = step.executor()
@@ -469,9 +474,9 @@ def run_steps(short: Node, arguments: argparse.Namespace) -> int:
             if plan.submits:
                 executor.continue_with(shlex.join(again))
             retries = arguments.retry_dead_letters and step.state().delivered.dead > 0
-            own = argparse.Namespace(**{**vars(arguments), "retry_dead_letters": retries})
+            own = {**vars(arguments), "command": command, "retry_dead_letters": retries}
             with written_in(step.label):
-                code = run_job(config, executor, own)
+                code = run_job(config, executor, argparse.Namespace(**own))
             if code:
                 note(f"The step that stopped: {step.label}.")
             is_submitted = plan.submits and executor.array_id is not None

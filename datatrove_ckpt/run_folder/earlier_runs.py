@@ -198,7 +198,7 @@ def add_finished(runner: RunnerPlan, folders: Iterable[Path]) -> list[str]:
     run.
     """
     finished = listed(runner.step.finished_from or ())
-    for folder in sorted(folders, reverse=True):
+    for folder in sorted(folders, key=lambda path: (len(path.name), path), reverse=True):
         if not recorded_settings(folder / "checkpoints"):
             continue
         paths = (folder / "output", folder / "checkpoints")

@@ -38,7 +38,7 @@ _CLOCKS_AND_DICE = (
     "get_current_timestamp transaction_timestamp localtime localtimestamp nextval currval"
 )
 # A name of a table before it makes a column of current_date.
-_CALLED = r'"function_name":"(\w+)"|"column_names":\["((?:current_|localtime)\w*)"\]'
+_CALLED = r'"function_name":"(\w+)"|"column_names":\["((?i:current_|localtime)\w*)"\]'
 _READS_FILES = r"\w[./]|^(read|parquet|glob|sniff)|scan$"
 """Matches names of tables and functions that read files."""
 _GROUP = 10_240  # rows of a row group, a multiple of DuckDB's own
@@ -134,8 +134,9 @@ def parse(sql: str, label: str) -> Query:
     named = re.findall('"table_name":"([^"]*)"', text)
     tables = [name for name in dict.fromkeys(named) if name not in defined]
     modifiers = parsed["statements"][0]["node"]["modifiers"]
+    sql = f"from ({sql}\n)"  # which also gives columns names of their own
     if all(modifier["type"] != "ORDER_MODIFIER" for modifier in modifiers):
-        sql = f"from ({sql}\n) order by all"
+        sql += " order by all"
     reads_files = any(re.search(_READS_FILES, name) for name in [*tables, *called])
     return Query(label, sql, tables, reads_files)
 
@@ -158,11 +159,19 @@ def printed(query: Query, tables: Tables, rows: int) -> str:
 
 
 def kept_rows(folder: Path) -> KeptRows | None:
+    """Returns the rows in a folder; None if there are none, or not all.
+
+    Raises:
+        StorageFailed: they are damaged.
+    """
     record = folder / _RECORD
     if not record.exists():
         return None
-    kept = KeptRows(folder, **orjson.loads(record.read_bytes()))
-    rows = sum(pq.read_metadata(path).num_rows for path in kept.paths)
+    try:
+        kept = KeptRows(folder, **orjson.loads(record.read_bytes()))
+        rows = sum(pq.read_metadata(path).num_rows for path in kept.paths)
+    except ValueError as error:
+        raise StorageFailed(f"{folder} is damaged. Remove it, and run again: {error}") from None
     if rows != kept.rows or not kept.paths:
         return None
     return kept

@@ -56,8 +56,11 @@ class StepFolder:
             return read_run_state(location)
 
     def digest(self) -> str:
+        """Returns a digest of its rows; "" if it has none yet."""
         if self.rows is not None:
             return self.rows.digest
+        if not self.has_begun:
+            return ""
         digest = xxhash.xxh3_128()
         for rank in read_ranks(self.folder / "checkpoints", Include.COMMITS):
             for _, commit in sorted(rank.commits.items()):
@@ -81,5 +84,5 @@ def outdated(steps: Mapping[str, StepFolder]) -> dict[str, str]:
         for name, rows in kept.items()
         if rows is not None
         for other, digest in rows.made_from["steps"].items()
-        if other in steps and steps[other].digest() != digest
+        if other in steps and steps[other].digest() not in ("", digest)
     }

@@ -18,6 +18,7 @@ import yaml
 import datatrove_ckpt
 from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.claims import claims
+from datatrove_ckpt.cli.steps import read_steps
 from datatrove_ckpt.common import LAUNCH
 from datatrove_ckpt.errors import ConfigError, StorageFailed
 from datatrove_ckpt.generation import prometheus
@@ -268,6 +269,12 @@ def test_a_change_before_finished_steps_is_refused_without_a_request(
     assert f"--redo {step}" in error
 
 
+def test_a_change_of_a_later_step_is_refused_before_the_requests_of_a_new_one(finished, command):
+    more = {"input": "answers", "prompt": "More: {answer}", "answer": "more"}
+    write(finished, {"answers": STEPS["answers"], "more": more, **changed("judged", max_tokens=3)})
+    refused(finished, command, "first step that has changed: job.yaml: steps.judged", "max_tokens")
+
+
 def test_a_worker_is_refused_for_a_change_with_exit_code_2(finished, command):
     """A scheduler that starts it again would not help."""
     write(finished, changed("judged", input={"sql": "from answers limit 3"}))
@@ -334,11 +341,22 @@ def test_redo_asks_only_for_rows_that_changed(finished, command):
 
 def test_a_redo_that_is_cut_and_given_again_keeps_what_it_has_paid(finished, command):
     write(finished, changed("answers", prompt="Reply: {text}"), max_concurrent_generations=1)
-    command("run", "job.yaml", "--redo", "answers", "--steps.answers.max-total-tokens=40", code=4)
+    cut = "--steps.answers.max-total-tokens=40"
+    said = command("run", "job.yaml", "--redo", "answers", cut, code=4)
+    assert f"datatrove-ckpt run job.yaml {cut}" in said.err  # it keeps answers of half documents
     paid = finished.asked.total()
     assert 1 < paid < 12
     command("run", "job.yaml", "--redo", "answers")
     assert set(finished.asked.values()) == {1}
+
+
+def test_the_newest_answers_of_more_than_nine_redos_come_first(finished, command):
+    for number in range(1, 11):
+        shutil.copytree("qa/answers", f"qa/answers.{number}")
+    printed = read_steps(job(finished), "x")[0].executor()[1].pipeline[1].finished_from
+    assert [Path(path).parent.suffix for path in printed[::2]] == [
+        f".{n}" for n in range(10, 0, -1)
+    ]
 
 
 def test_redo_of_another_prompt_pays_that_step_again_and_says_so(finished, command):
@@ -532,6 +550,31 @@ def test_status_names_what_waits_and_what_is_stale(server, command):
     assert [step["exit_code"] for step in found.values()] == [0, 0, 1, 0, 0]
 
 
+@pytest.mark.parametrize("file", ["best/output/.made_from.json", "topics/input/rows_00000.parquet"])
+def test_rows_that_are_damaged_are_one_message(finished, command, file):
+    path = Path("qa", file)
+    path.write_bytes(path.read_bytes()[:-9])
+    for words in (["status", "qa"], ["verify", "qa"], ["run", "job.yaml"]):
+        error = command(*words, code=None).error
+        assert f"error: {path.parent} is damaged. Remove it, and run again" in error
+    shutil.rmtree(path.parent)
+    assert "is not" not in command("status", "qa")
+    command("run", "job.yaml")
+    assert not finished.asked
+
+
+def test_columns_of_equal_names_get_names_of_their_own(finished, command):
+    steps = {
+        **STEPS,
+        "both": {"sql": "select * from answers a join judged j on a.id = j.id order by a.id desc"},
+        "more": {"input": "both", "prompt": "More: {answer}"},
+    }
+    write(finished, steps)
+    command("run", "job.yaml")
+    assert [row["id"] for row in table("both")] == [row["id"] for row in reversed(ROWS)]
+    assert {"text", "text_1"} <= {*table("more")[0]}
+
+
 def test_no_row_stands_out(server, command):
     write(server, changed("best", sql=f"{STEPS['best']['sql']} and id = 'x'"))
     command("run", "job.yaml")
@@ -601,6 +644,14 @@ def test_a_sample_prices_a_step_whose_query_groups_files(server, command):
     write(server, {"topics": {"input": {"sql": sql}, "prompt": "Sum up: {text}"}})
     said = command("run", "job.yaml", "--sample", "1")
     assert "for 3 documents" in said
+
+
+def test_a_sample_whose_requests_all_fail_ends_with_1(command):
+    with FakeServer(
+        reply, rejects([f"Judge: answer to Answer: {row['text']}" for row in ROWS])
+    ) as server:
+        write(server)
+        assert "topics: no row reaches it" in command("run", "job.yaml", "--sample", "2", code=1)
 
 
 def test_a_sample_has_the_types_of_all_files(server, command):
@@ -879,10 +930,14 @@ def test_redo_refuses_while_a_process_works_on_a_step(finished, command):
     assert "did you mean" in command("run", "job.yaml", "--redo", "answer", code=2).error
 
 
-@pytest.mark.parametrize("flags", [["--redo", "answers"], ["--dead-letters", "leave"]])
-def test_settings_of_steps_are_refused_for_a_single_run(command, flags):
-    single = ["--run-folder", "x", "--input", "docs.jsonl", "--prompt", "{text}", "--model", "m"]
-    assert "are for a job with steps" in command("run", *single, *flags, code=2).error
+@pytest.mark.parametrize("name, value", [("redo", "answers"), ("dead_letters", "leave")])
+def test_settings_of_steps_are_refused_for_a_single_run(command, name, value):
+    job = {"run_folder": "x", "input": "docs.jsonl", "prompt": "{text}", "model": "m", name: value}
+    flags = [f"--{name}={value}".replace("_", "-") for name, value in job.items()]
+    assert "for a job with steps" in command("run", *flags, code=2).error
+    assert not Path("x").exists()
+    with pytest.raises(ConfigError, match="for a job with steps"):
+        datatrove_ckpt.run(**job)
 
 
 def test_a_duckdb_relation_is_an_input_in_python(server):

@@ -322,24 +322,25 @@ class SavedInput:
         """
         from datatrove_ckpt.run_folder import queries
 
-        kept = queries.kept_rows(self.folder)
-        if kept is None or kept.made_from != made_from or query.reads_files:
-            with queries.computed(query, tables, self.folder, made_from) as new:
-                if kept is None or not self.has_begun:
-                    kept = new.move_to(self.folder)
-                elif new.digest == kept.digest:
-                    kept = replace(kept, made_from=made_from)
-                    kept.record()
-                else:
-                    reason = "the query, or a file that it reads, has changed"
-                    changed = made_from["steps"].items() - kept.made_from["steps"].items()
-                    if changed and kept.made_from["sql"] == query.sql:
-                        reason = f"the rows of step {min(changed)[0]} have changed"
-                    raise CheckpointMismatch(
-                        f"{query.label}: its rows differ from those in {self.folder}, with which "
-                        f"the run has begun: {reason}."
-                    )
-        self.record_folder()
+        with queries.locked(self.folder.with_name("query.lock")):
+            kept = queries.kept_rows(self.folder)
+            if kept is None or kept.made_from != made_from or query.reads_files:
+                with queries.computed(query, tables, self.folder, made_from) as new:
+                    if kept is not None and new.digest == kept.digest:
+                        kept = replace(kept, made_from=made_from)
+                        kept.record()
+                    elif kept is None or not self.has_begun:
+                        kept = new.move_to(self.folder)
+                    else:
+                        reason = "the query, or a file that it reads, has changed"
+                        changed = made_from["steps"].items() - kept.made_from["steps"].items()
+                        if changed and kept.made_from["sql"] == query.sql:
+                            reason = f"the rows of step {min(changed)[0]} have changed"
+                        raise CheckpointMismatch(
+                            f"{query.label}: its rows differ from those in {self.folder}, with "
+                            f"which the run has begun: {reason}."
+                        )
+            self.record_folder()
         return kept
 
     def record_folder(self) -> None:

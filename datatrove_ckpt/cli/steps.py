@@ -19,7 +19,6 @@ refuses other rows. So the rows of two inputs never mix.
 import argparse
 import re
 import shlex
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -45,7 +44,6 @@ from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import did_you_mean, plural, plural_is, without_flag
 from datatrove_ckpt.common.lazy_pyarrow import pa
 from datatrove_ckpt.common.retrying import code_of_rank
-from datatrove_ckpt.common.warnings import warn_once
 from datatrove_ckpt.errors import (
     CheckpointLocked,
     CheckpointMismatch,
@@ -343,7 +341,7 @@ def runs(
         if not is_worker:
             stack.callback(Lock(root / _RUN_LOCK).release)
         stack.callback(close_servers)
-        with _locked(root):
+        with queries.locked(root / _LOCK):
             names = [step.name for step in steps]
             files.disk.replace(root / STEPS, orjson.dumps(names))
             redo_steps(steps, redo)
@@ -354,7 +352,7 @@ def runs(
                         with _naming(step):
                             earlier_runs.check_job(plan, dry_run=True)
         for step in steps:  # steps that have run send no request
-            with _locked(root), _naming(step):
+            with queries.locked(root / _LOCK), _naming(step):
                 step.prepare()
                 if step.has_begun:
                     plan = RunPlan(step.executor()[1])
@@ -368,22 +366,6 @@ def runs(
             reason = step.unfinished()
             if reason:
                 raise TooManyDeadLetters(f"{step.label}: {reason}")
-
-
-@contextmanager
-def _locked(root: Path) -> Iterator[None]:
-    """Lets one process at a time prepare steps."""
-    lock = None
-    while lock is None:
-        try:
-            lock = Lock(root / _LOCK)
-        except CheckpointLocked as error:
-            warn_once(f"Waiting for a query: {error}")
-            time.sleep(0.2)
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 @contextmanager

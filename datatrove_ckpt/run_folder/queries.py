@@ -7,6 +7,7 @@ were made from, so rows and record cannot come apart.
 """
 
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,13 +22,15 @@ from fsspec.utils import get_protocol
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.checksummed_lines import explained
+from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import byte_size
 from datatrove_ckpt.common.lazy_pyarrow import pa, pq
 from datatrove_ckpt.common.memory import free_memory
 from datatrove_ckpt.common.object_store import check_url
 from datatrove_ckpt.common.redaction import redact
-from datatrove_ckpt.errors import ConfigError, StorageFailed
+from datatrove_ckpt.common.warnings import warn_once
+from datatrove_ckpt.errors import CheckpointLocked, ConfigError, StorageFailed
 
 if TYPE_CHECKING:
     import duckdb
@@ -185,6 +188,23 @@ def is_damaged(kept: KeptRows) -> bool:
     except (OSError, ValueError):
         return True
     return False
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Lets one process at a time compute queries of a folder."""
+    files.disk.make_dirs(path.parent)
+    lock = None
+    while lock is None:
+        try:
+            lock = Lock(path)
+        except CheckpointLocked as error:
+            warn_once(f"Waiting for a query: {error}")
+            time.sleep(0.2)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextmanager

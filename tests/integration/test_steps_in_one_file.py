@@ -854,6 +854,18 @@ def test_a_query_is_the_input_of_a_single_run(server, command):
     assert len(server.payloads) == 12
 
 
+def test_a_run_waits_while_another_process_computes_its_query(server, command, log, monkeypatch):
+    Path("x").mkdir()
+    lock = Lock(Path("x/query.lock"))
+    monkeypatch.setattr(time, "sleep", lambda seconds: lock.release())
+    rows = {"sql": "select id, text from 'docs.jsonl' limit 2"}
+    single = {"run_folder": "x", "input": rows, "prompt": "{text}", "model": "fake"}
+    Path("job.yaml").write_text(yaml.safe_dump({**single, "endpoint": server.url}))
+    command("run", "job.yaml")
+    assert log.said("Waiting for a query: This very process")
+    assert len(table("", "x")) == 2
+
+
 def test_a_query_of_a_url_needs_no_internet(server, empty_memory_file_system):
     """fsspec reads it, and DuckDB downloads nothing."""
     with fsspec.open("memory://rows.parquet", "wb") as file:

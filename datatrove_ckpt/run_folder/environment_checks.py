@@ -25,7 +25,7 @@ from datatrove.io import DataFolder, get_datafolder
 from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.common.formatting import duration, percent, plural
+from datatrove_ckpt.common.formatting import byte_size, duration, error_text, percent, plural
 from datatrove_ckpt.common.retrying import failure_line, file_system_call, hub_refusal
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import max_tokens_of
@@ -33,6 +33,7 @@ from datatrove_ckpt.config.paths import existing_part, expand_path
 from datatrove_ckpt.errors import (
     CheckpointError,
     ConfigError,
+    DocumentNotSerializable,
     ServerStartFailed,
     setting_name,
     step_place,
@@ -40,10 +41,14 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.generation.recorded_requests import unsent_prompts
 from datatrove_ckpt.generation.results import check_first, try_media
 from datatrove_ckpt.inference.servers.host import EndpointProbe, ask_endpoints, check_servers
+from datatrove_ckpt.output.arrow_types import NO_TYPES
+from datatrove_ckpt.output.document_codec import as_read, decode, encode
 from datatrove_ckpt.output.file_managers import missing_codec
+from datatrove_ckpt.output.file_names import writer_name
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access
 from datatrove_ckpt.output.output_folder import has_commits
+from datatrove_ckpt.output.writer_trial import WriterTrial
 from datatrove_ckpt.process import event_loop, open_files
 from datatrove_ckpt.readers import BatchReader, HuggingFaceDatasetReader
 from datatrove_ckpt.readers.empty_input import NoDocuments, explain
@@ -260,6 +265,7 @@ def _upload(folder: DataFolder, name: str) -> DataFolder:
         raise
 
 
+_LEAST_FREE = 1 << 26  # bytes, for one chunk
 _ON_ONE_NODE = (
     "Tasks may run on other nodes: if those do not see this folder, choose one that all nodes see."
 )
@@ -272,6 +278,7 @@ def check_checkpoints(folder: Path, mirrored: bool, moves: bool) -> Iterator[Fin
     """Checks ``checkpoints_local_dir``. ``moves``: tasks may restart on other nodes."""
     yield _try_locally(folder)
     yield _check_kind(file_system(folder), mirrored, moves)
+    yield check_room(folder)
 
 
 def check_local_output(folder: Path, moves: bool) -> Iterator[Finding]:
@@ -281,6 +288,7 @@ def check_local_output(folder: Path, moves: bool) -> Iterator[Finding]:
         yield Finding("warning", "file system", f"{kind.name}. {kind.concern}")
     elif moves and not kind.shared:
         yield Finding("warning", "file system", f"{kind.name}. {_ON_ONE_NODE}")
+    yield check_room(folder)
 
 
 def _try_locally(folder: Path) -> Finding:
@@ -312,6 +320,19 @@ def _check_kind(kind: FilesystemTraits, mirrored: bool, moves: bool) -> Finding:
             "warning", "file system", f"{text} {_ON_ONE_NODE} Or set checkpoints_remote_dir."
         )
     return Finding("warning" if kind.concern else "ok", "file system", text)
+
+
+def check_room(folder: Path) -> Finding:
+    """Compares free bytes with the least that a run needs.
+
+    The probe notices a quota that is used up, and a file system without free inodes.
+    """
+    status = os.statvfs(existing_part(folder))
+    free = status.f_bavail * status.f_frsize
+    text = f"{byte_size(free)} free."
+    if free >= _LEAST_FREE:
+        return Finding("ok", "room", text)
+    return Finding("problem", "room", f"{text} Free some space, or choose another folder.")
 
 
 # Remote folders ----------------------------------------------------------------------------------
@@ -388,6 +409,7 @@ def check_environment(plan: RunPlan) -> Iterator[Finding]:
         for subject, check in (("checkpoints", _check_checkpoints), ("output", _check_output)):
             yield from run_check(f"{place}{subject}", check, runner, property_name="reachable")
         if plan.for_doctor:
+            yield from run_check(f"{place}output", _check_writer, runner, sample)
             remote = runner.step.checkpoints_remote_dir
             if remote is not None:
                 yield from run_check(f"{place}mirror", check_remote, remote)
@@ -496,6 +518,32 @@ def _check_output(runner: RunnerPlan) -> Iterator[Finding]:
         folder = Path(output.resolve_paths("")).absolute()
         check = check_local_output(folder, not runner.plan.is_local)
         yield from with_timeout(lambda: [*check], str(folder))
+
+
+def _check_writer(runner: RunnerPlan, sample: list[Document]) -> Iterator[Finding]:
+    step = runner.step
+    writer = step.output_writer
+    name = writer_name(writer)
+    document = Document(text="text", id="id")
+    if sample:
+        document = decode(as_read(sample[0]).data)
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    answer = {"text": "An answer.", "finish_reason": "stop", "usage": usage}
+    if step.rollout_results:
+        document.metadata[step.metadata_key] = [answer] * step.config.rollouts_per_document
+    try:
+        WriterTrial(writer, NO_TYPES)(encode(document), document.id)
+    except DocumentNotSerializable as error:
+        text = (
+            f"{name} cannot write a document with an answer that is made up: "
+            f"{error_text(error.__cause__ or error)}. Correct it, unless real answers are "
+            "different."
+        )
+        # datatrove's writers write any document, but an adapter or a schema may expect another
+        # answer.
+        yield Finding("warning" if name.startswith("datatrove.") else "problem", "writer", text)
+    else:
+        yield Finding("ok", "writer", f"{name} writes a document with an answer that is made up.")
 
 
 # job checks --------------------------------------------------------------------------------------

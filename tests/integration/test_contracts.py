@@ -48,7 +48,7 @@ NAMES = DATA / "contracts/names.json"
 TASKS = 2
 TEXTS = (("a", "b", "c", "d", "e"), ("f", "g", "h"))
 STEP = "--pipeline.1"
-_MACHINE = re.compile(r"^\w+ +\w+, (file system|open files):")
+_MACHINE = re.compile(r"^\w+ +\w+, (room|file system|open files):")
 """What the doctor says of this machine."""
 
 

@@ -4,9 +4,11 @@ each, exit code 1.
 
 import asyncio
 import json
+import os
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
@@ -199,3 +201,25 @@ def test_nothing_is_written_into_a_repository_where_each_write_is_a_commit(tmp_p
     assert not any(tmp_path.iterdir())
     assert said.state == "warning"
     assert "Use hf://buckets/" in said.message
+
+
+def test_a_writer_of_the_users_own_is_tried(found):
+    head = "from datatrove.pipeline.writers import JsonlWriter\n\nclass Own(JsonlWriter):\n"
+    Path("own_writer.py").write_text(
+        f"{head}    def _write(self, document, file, name):\n        raise OSError('no route')\n"
+    )
+    job = Path("job.yaml").read_text()
+    Path("job.yaml").write_text(
+        job.replace("class_path: JsonlWriter", "class_path: own_writer.Own")
+    )
+    state, text = found()["output, writer"]
+    assert state == "problem"
+    assert "OSError: no route. Correct it" in text
+    assert not Path("out").exists()
+
+
+def test_a_disk_with_too_little_room_is_a_problem(tmp_path, monkeypatch):
+    for size, state in ((1 << 27, "ok"), (1 << 25, "problem")):
+        status = SimpleNamespace(f_bavail=size, f_frsize=1)
+        monkeypatch.setattr(os, "statvfs", lambda path, status=status: status)
+        assert environment_checks.check_room(tmp_path).state == state

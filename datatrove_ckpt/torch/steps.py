@@ -181,7 +181,9 @@ class Steps:
         """
         if not is_large(entry):
             return False
-        manifests = self.manifests() | self._whole
+        # Each large file of a save asks, and all steps may be kept.
+        names = sorted(set(self.names()) - self.damaged)[-2:]
+        manifests = step_folder.whole_manifests(names, self.manifest) | self._whole
         sources = [
             (name, self.folder / str(name) / file)
             for name, manifest in sorted(manifests.items())[-2:]

@@ -973,6 +973,25 @@ def test_steps_share_the_files_that_did_not_change(tmp_path, run, remote, adapte
     assert len([*Path(remote, "shared").iterdir()]) == 1
 
 
+def test_old_manifests_are_not_read_for_each_large_file(run, adapted, monkeypatch):
+    reads = Counter()
+    read_manifest = step_folder.read_manifest
+
+    def counted(folder, name):
+        reads[name.step] += 1
+        return read_manifest(folder, name)
+
+    monkeypatch.setattr(step_folder, "read_manifest", counted)
+    tables = {f"table{number}": {"rows": torch.arange(20000.0)} for number in range(8)}
+    with checkpoints(run, keep=Last(9)) as saved:
+        save_adapted(saved, adapted | tables, *range(1, 5))
+    reads.clear()
+    with checkpoints(run, keep=Last(9)) as saved:
+        saved.restore(**adapted | tables)
+        save_adapted(saved, adapted | tables, 5)
+    assert 0 < reads[1] < len(tables)
+
+
 def test_one_damaged_byte_of_a_shared_file_leaves_the_steps_of_its_second_copy(run, adapted):
     with checkpoints(run, keep=Last(3)) as saved:
         save_adapted(saved, adapted, *range(1, 7))

@@ -60,7 +60,6 @@ from datatrove_ckpt.readers.inputs import (
     refuse_pointers,
 )
 from datatrove_ckpt.run_folder.finding import (
-    SORTING,
     Finding,
     FindingState,
     RemoteFailed,
@@ -74,6 +73,7 @@ from datatrove_ckpt.run_folder.run_plan import (
     check_steps,
     refuse_without_claims,
 )
+from datatrove_ckpt.run_folder.status_text import SORTING
 
 MOUNTS = Path("/proc/mounts")
 

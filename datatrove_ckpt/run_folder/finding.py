@@ -18,13 +18,6 @@ class RemoteFailed(CkptError):
     """A remote folder did not do what a run needs."""
 
 
-SORTING = (
-    "Sort the input before the run begins, so that rows with the same text are neighbours. In the "
-    'short form, for FILE and the COLUMN that prompts begin with: input: {sql: "select * from '
-    "'FILE' order by COLUMN\"}"
-)
-
-
 FindingState = Literal["ok", "note", "warning", "problem"]
 
 

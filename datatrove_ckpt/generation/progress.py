@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
+import numpy as np
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import history
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
-from datatrove_ckpt.common.counts import InputPosition, LogHistogram, Processed
+from datatrove_ckpt.common.counts import BOUNDS, InputPosition, Processed
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError, LimitReached, WaitsForBatches
@@ -114,7 +115,8 @@ class RankReporter:
             recent = self._recent.copy()  # others may come while these are counted
             columns = zip(*recent, strict=True)
             for name, values in zip(history.HISTOGRAMS.values(), columns, strict=False):
-                getattr(self._spread, name).update(LogHistogram.of(values))
+                buckets = np.searchsorted(BOUNDS, values, "right")  # a third of bisect's time
+                getattr(self._spread, name).update(buckets.tolist())
             del self._recent[: len(recent)]
 
     def example(self, fault: str, document: str, text: str) -> None:

@@ -197,7 +197,7 @@ _COMMAND = "from datatrove_ckpt.cli.main import main\ntry: main({})\nexcept Syst
 )
 def test_what_is_needed_later_is_not_imported(tmp_path, code, later):
     """So ``--version`` takes a tenth of a second, and ``status`` two of them."""
-    write_rank(tmp_path / "checkpoints", chunks=1, finished=True)
+    write_rank(tmp_path / "checkpoints", chunks=1, journal=2)
     code += f"\nimport sys; sys.exit(', '.join({later!r} & set(sys.modules)) or 0)"
     ended = processes.run([sys.executable, "-c", code], cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr

@@ -3,8 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from operator import mul
-from statistics import fmean
+from operator import attrgetter
 
 # In simulated samples of 50 of skewed amounts, the truth was in this range 95 times in 100; up to a
 # deviation of the amounts as large as their mean, its ends were a factor of 2 apart or less.
@@ -34,6 +33,10 @@ class Estimate:
     def scaled(self, value: float, low: float, high: float) -> "Estimate":
         return Estimate(self.value * float(value), self.low * float(low), self.high * float(high))
 
+    @property
+    def width(self) -> float:
+        return self.high - self.low
+
 
 @dataclass(frozen=True)
 class Population:
@@ -45,54 +48,36 @@ class Population:
     def times(self, factor: float) -> "Population":
         return replace(self, number=self.number.scaled(factor, factor, factor))
 
-    def total(
-        self, amounts: Sequence[float], sizes: Sequence[float], by_ratio: bool = False
-    ) -> Estimate:
-        """Estimates the sum of an amount over the input, from some of its documents.
-
-        The mean is corrected by linear regression on the size, because the mean size of the input
-        is known; ``by_ratio``, and of less than 3 documents, by the ratio to the size (Cochran,
-        Sampling Techniques, chapters 5A, 6 and 7). The error comes from the residuals, each divided
-        by 1 - its leverage (HC3: MacKinnon and White, Journal of Econometrics 29, 1985). The range
-        is a factor down and a larger factor up, because amounts are skewed. An amount that no
-        document of the sample has cannot be seen.
+    def total(self, amounts: Sequence[float], sizes: Sequence[float]) -> Estimate:
+        """Estimates the sum of an amount over the input, from some of its documents: by the ratio
+        to the size or by the mean, whichever leaves the smaller error.
         """
-        count = len(amounts)
-        mean = fmean(amounts)
-        if not mean:
-            return Estimate.exact(0.0)
-        mean_size = fmean(sizes)
-        correction = self.mean_size - mean_size
-        distances = [size - mean_size for size in sizes]
-        squares = sum(map(mul, distances, distances))
-        slope = mean / mean_size
-        weights = leverages = [1 / count] * count
-        if count > 2 and squares and not by_ratio:
-            # Amounts of the smallest documents are not below 0.
-            slope = min(max(0.0, sum(map(mul, distances, amounts)) / squares), slope)
-            weights = [1 / count + correction * distance / squares for distance in distances]
-            leverages = [1 / count + distance**2 / squares for distance in distances]
-        value = mean + slope * correction
-        unseen = max(0.0, 1 - sum(sizes) / (self.number.value * self.mean_size))
-        if count == 1 and unseen:
-            return self.number.scaled(value, 0.0, math.inf)
-        errors = []
-        for amount, distance, weight, leverage in zip(
-            amounts, distances, weights, leverages, strict=True
-        ):
-            residual = amount - mean - slope * distance
-            errors.append(weight * residual / max(0.1, 1 - leverage))
-        error = math.hypot(*errors) / value
-        error *= math.sqrt(unseen)
-        error *= 1 + 1 / max(1, count - 2)
-        return self.number.scaled(
-            value, value / (1 + _ERRORS_DOWN * error), value * (1 + _ERRORS_UP * error)
-        )
+        number = self.number
+        by_size = estimate(amounts, sizes, number.value * self.mean_size)
+        by_mean = estimate(amounts, [1.0] * len(amounts), number.value)
+        best = min(by_size, by_mean, key=attrgetter("width"))
+        return best.scaled(1, number.low / number.value, number.high / number.value)
 
 
 def estimate(amounts: Sequence[float], sizes: Sequence[float], total: float) -> Estimate:
-    """Estimates the sum of an amount over an input of this size, by its ratio to the size."""
-    return Population(Estimate.exact(1.0), total).total(amounts, sizes, by_ratio=True)
+    """Estimates the sum of an amount over an input of this size, by its ratio to the size.
+
+    The error comes from the residuals (Cochran, Sampling Techniques, chapter 6). The range is a
+    factor down and a larger factor up, because amounts are skewed. An amount that no document of
+    the sample has cannot be seen.
+    """
+    ratio = sum(amounts) / sum(sizes)
+    if not ratio:
+        return Estimate.exact(0.0)
+    value = ratio * total
+    count = len(amounts)
+    unseen = max(0.0, 1 - sum(sizes) / total)
+    if count == 1 and unseen:
+        return Estimate(value, 0.0, math.inf)
+    residuals = [amount - ratio * size for amount, size in zip(amounts, sizes, strict=True)]
+    error = math.hypot(*residuals) / sum(amounts) * math.sqrt(unseen)
+    error *= 1 + 2 / max(1, count - 2)
+    return Estimate(value, value / (1 + _ERRORS_DOWN * error), value * (1 + _ERRORS_UP * error))
 
 
 def quantile(values: Sequence[float], share: float) -> float:

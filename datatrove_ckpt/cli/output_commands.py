@@ -5,7 +5,7 @@
 import argparse
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -111,23 +111,25 @@ def show_sample(
     folder: Path,
     share: float | None = 1.0,
     writes_rows: bool = False,
+    ordinals: Sequence[int] = (),
 ) -> tuple["SentSample", int]:
     """Sends a sample, and prints it. Returns it, and the exit code.
 
     Args:
         share: the whole input is so many times the input that is there; None: unknown.
-        folder, writes_rows: see ``take_sample``.
+        folder, writes_rows, ordinals: see ``take_sample``.
     """
     from datatrove_ckpt.process import signals
     from datatrove_ckpt.run_folder.environment_checks import check_prompts
     from datatrove_ckpt.run_folder.run_plan import RunPlan
-    from datatrove_ckpt.run_folder.sample import estimate_lines, take_sample
+    from datatrove_ckpt.run_folder.sample import draw_input, estimate_lines, take_sample
 
     # The run's own lines would promise a resume.
     quiet = log_disabled("datatrove_ckpt.generation.rank")
     plan = RunPlan(executor)
     with signals.Interruption(signals.STOP_SIGNALS), quiet:
-        sent = take_sample(plan, number, folder, writes_rows)
+        drawn = draw_input(plan, number)
+        sent = take_sample(plan.runners[0], drawn, folder, writes_rows, ordinals)
         documents = sent.documents
         location = RunLocation(str(folder), sent.checkpoints, [str(folder)])
         outcomes = []

@@ -406,10 +406,11 @@ def _bind(step: Step) -> None:
 
 
 def sample_steps(short: Node, source: str, number: int) -> int:
-    """Takes the first rows through all steps, in a temporary folder. The answers stay with each
-    step, as those of ``run --sample``.
+    """Takes rows of the whole input through all steps, in a temporary folder. The answers stay with
+    each step, as those of ``run --sample``.
     """
     shares: dict[str, float | None] = {}
+    ordinals: dict[str, list[int]] = {}  # of the rows that each step gives, in the run
     codes = [0]
     with TemporaryDirectory(prefix="datatrove-ckpt-") as folder, ExitStack() as stack:
         stack.callback(close_servers)
@@ -417,21 +418,26 @@ def sample_steps(short: Node, source: str, number: int) -> int:
         for step, tried in zip(read_steps(short, source), trial, strict=True):
             tried.prepare()
             share: float | None = 1.0
+            rows: list[int] = []
             if step.query is not None and step.sources:
                 share = None
                 if queries.takes_row_by_row(step.query, tried.tables()):
                     share = shares[step.sources[0].name]
+                    rows = ordinals[step.sources[0].name]
             if tried.rows is None:
                 say(f"{step.name}:")
                 _, executor = step.executor(tried.folder / layout.KEPT_INPUT)
-                sent, code = show_sample(executor, number, tried.folder, share, writes_rows=True)
+                sent, code = show_sample(executor, number, tried.folder, share, True, rows)
                 codes.append(code)
+                # Rows of several tasks have other numbers in the next step.
+                rows = [ordinal for rank, ordinal in sent.places if rank == 0]
                 if sent.whole is not None:
                     share = sent.whole.number.value / len(sent.documents)
             else:
-                rows = tried.rows.rows
-                say(f"{step.name}: {plural(rows, 'row') if rows else 'no row reaches it'}")
+                count = tried.rows.rows
+                say(f"{step.name}: {plural(count, 'row') if count else 'no row reaches it'}")
             shares[step.name] = share
+            ordinals[step.name] = rows
     return max(codes)
 
 

@@ -13,7 +13,8 @@ import math
 from collections.abc import Iterator
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -31,9 +32,10 @@ from datatrove_ckpt.config.inference_config import dashed_names
 from datatrove_ckpt.errors import ConfigError, InputError, ServerError
 from datatrove_ckpt.process import signals
 from datatrove_ckpt.process.task_errors import log_disabled
+from datatrove_ckpt.run_folder.counted_input import DrawnInput
 from datatrove_ckpt.run_folder.gpu_layout import layouts
 from datatrove_ckpt.run_folder.run_plan import RunnerPlan, RunPlan
-from datatrove_ckpt.run_folder.sample import SentSample, take_sample
+from datatrove_ckpt.run_folder.sample import SentSample, draw_input, take_sample
 
 _BETTER = 1.05  # less may be chance
 _CLEARLY_WORSE = 1.3
@@ -87,7 +89,7 @@ def tune(arguments: argparse.Namespace) -> int:
     model = runner.step.model
     if len(runner.step.models) > 1 or model.server_type == "endpoint":
         raise ConfigError("tune: is for one model, whose servers the run starts.")
-    bench = _Bench(config, runner.index, root, arguments.sample)
+    bench = _Bench(config, plan, runner.index, root, arguments.sample)
     settings: JsonObject = {}
     if model.model_kwargs:
         settings["model_kwargs"] = model.model_kwargs
@@ -149,9 +151,15 @@ def _merged(settings: JsonObject, change: JsonObject) -> JsonObject:
 @dataclass(frozen=True)
 class _Bench:
     config: Node
+    plan: RunPlan
     index: int
     root: Path
     rows: int
+
+    @cached_property
+    def drawn(self) -> DrawnInput:
+        """The rows that all candidates answer. Reading the input takes seconds."""
+        return draw_input(self.plan, self.rows)
 
     def job(self, settings: JsonObject) -> tuple[RunPlan, str]:
         """Returns the job with other settings of the model, and what names it.
@@ -186,7 +194,9 @@ class _Bench:
                     return Measured(**earlier["measured"])
         gpus = max(1, plan.runners[0].step.model.gpus_of_task)
         with TemporaryDirectory(prefix="datatrove-ckpt-") as output:
-            sent = take_sample(plan, self.rows, Path(output), seconds=gpu_seconds / gpus)
+            drawn = replace(self.drawn, documents=deepcopy(self.drawn.documents))
+            seconds = gpu_seconds / gpus
+            sent = take_sample(plan.runners[0], drawn, Path(output), seconds=seconds)
         measured = Measured(settings, gpus, 0, 0, 0.001, _repeated(sent))
         for rank in read_ranks(sent.checkpoints, Include.HISTORY):
             if rank.history.last is not None:

@@ -6,7 +6,6 @@ places of its files, which are blocks of counted rows. Of other inputs, about tw
 each from its start, and the rest is estimated by bytes.
 """
 
-import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,7 @@ from datatrove_ckpt.common.counts import InputPosition
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.blocks import BlockInput
 from datatrove_ckpt.readers.compressed import codec_of
-from datatrove_ckpt.readers.inputs import PositionedDocument, Reading, position_of
+from datatrove_ckpt.readers.inputs import Position, PositionedDocument, Reading, position_of
 from datatrove_ckpt.readers.jsonl import JsonlReader
 from datatrove_ckpt.readers.tables import ParquetReader
 from datatrove_ckpt.run_folder.estimate import Estimate, Population, estimate
@@ -48,6 +47,14 @@ class SampledDocument(PositionedDocument):
     size: float
 
 
+@dataclass(frozen=True)
+class DrawnInput:
+    """Documents of an input, in their order, and all of them: None if its size is not known."""
+
+    documents: list[SampledDocument]
+    whole: Population | None
+
+
 @dataclass(eq=False)
 class _TaskInput:
     """The documents of a task, and their number and the position after the first one, and after
@@ -60,29 +67,30 @@ class _TaskInput:
     count: int = 0
     reached: list[tuple[int, InputPosition]] = field(default_factory=list)
 
+    def reach(self, position: Position | None) -> None:
+        if position is not None:
+            self.reached.append((self.count, position[2].progress(position)))
+
 
 @dataclass(eq=False)
 class _Documents:
-    """The sizes of documents, and some of the documents, drawn at random (reservoir sampling).
-
-    Attributes:
-        first: only so many of a task's first documents are drawn.
-    """
+    """Counts documents, and keeps some that are drawn at random (reservoir sampling)."""
 
     number: int
-    first: float = math.inf
-    sizes: list[float] = field(default_factory=list)
+    count: int = 0
+    characters: float = 0.0
     kept: list[SampledDocument] = field(default_factory=list)
     random: Random = field(default_factory=partial(Random, 6))
 
     def add(self, document: Document, rank: int, ordinal: int) -> None:
         # A prompt may use any column.
         size = 1.0 + len(document.text) + len(str(document.metadata))
-        self.sizes.append(size)
+        self.count += 1
+        self.characters += size
         place = len(self.kept)
         if place == self.number:
-            place = self.random.randrange(len(self.sizes))
-        if place < self.number and ordinal < self.first:
+            place = self.random.randrange(self.count)
+        if place < self.number:
             sampled = SampledDocument(document.text, document.id, document.media, document.metadata)
             sampled.rank = rank
             sampled.ordinal = ordinal
@@ -92,55 +100,46 @@ class _Documents:
     def read(self, task: _TaskInput, until: float) -> bool:
         """Reads documents of a task until a time. Returns whether these were all."""
         position = None
+        is_whole = True
         with task.reading:
             for document in task.documents:
                 self.add(document, task.rank, task.count)
                 task.count += 1
                 position = position_of(document)
-                is_whole = time.monotonic() < until
-                if position and (task.count == 1 or not is_whole):
-                    task.reached.append((task.count, position[2].progress(position)))
-                if not is_whole:
-                    return False
-        if position is not None:
-            task.reached.append((task.count, position[2].progress(position)))
-        return True
+                if task.count == 1:
+                    task.reach(position)
+                if time.monotonic() >= until:
+                    is_whole = False
+                    break
+        task.reach(position)
+        return is_whole
 
-    def in_order(self) -> list[SampledDocument]:
-        return sorted(self.kept, key=attrgetter("rank", "ordinal"))
+    def drawn(self, number: Estimate | None) -> DrawnInput:
+        """``number``: of the documents of the whole input; None: it is not known."""
+        in_order = sorted(self.kept, key=attrgetter("rank", "ordinal"))
+        if number is None:
+            return DrawnInput(in_order, None)
+        mean_size = self.characters / max(1, self.count)
+        return DrawnInput(in_order, Population(number, mean_size))
 
 
-def count_input(
-    runner: RunnerPlan, number: int, first: float = math.inf
-) -> tuple[list[SampledDocument], Population | None]:
-    """Reads the input of the runner.
-
-    Args:
-        first: see ``_Documents``.
-
-    Returns:
-        ``number`` documents, in their order, and all documents of the input: None if
-        its size is not known.
-    """
-    documents = _Documents(number, first)
+def count_input(runner: RunnerPlan, number: int) -> DrawnInput:
+    """Reads the input of the runner, and draws ``number`` documents."""
+    documents = _Documents(number)
     tasks = runner.plan.tasks
     inputs = [_TaskInput(rank, _read(runner, rank)) for rank in range(tasks)]
     documents.random.shuffle(inputs)
     waiting = deque(inputs)
     end = time.monotonic() + _SECONDS
-    while waiting and (time.monotonic() < end or not documents.sizes):
+    while waiting and (time.monotonic() < end or not documents.count):
         task = waiting.popleft()
         if not documents.read(task, min(end, time.monotonic() + _SECONDS / _PLACES)):
             waiting.append(task)
-    if not documents.sizes:
-        return [], None
-    total: Estimate | None = Estimate.exact(len(documents.sizes))
-    if waiting:
-        if first == math.inf and _counts_rows(runner.before):
-            return _at_places(runner, number)
-        total = _by_bytes([task for task in inputs if task.count], tasks)
-    whole = None if total is None else Population(total, fmean(documents.sizes))
-    return documents.in_order(), whole
+    if not waiting:
+        return documents.drawn(Estimate.exact(documents.count))
+    if _counts_rows(runner.before):
+        return _at_places(runner, number)
+    return documents.drawn(_by_bytes([task for task in inputs if task.count], tasks))
 
 
 def _read(runner: RunnerPlan, rank: int) -> Iterator[Document]:
@@ -171,10 +170,8 @@ def _counts_rows(steps: Sequence[object]) -> bool:
     )
 
 
-def _at_places(runner: RunnerPlan, number: int) -> tuple[list[SampledDocument], Population]:
-    """Reads rows of some blocks. The mean size is estimated by the ratio to the blocks' bytes,
-    with an error that is small beside that of the sample.
-    """
+def _at_places(runner: RunnerPlan, number: int) -> DrawnInput:
+    """Reads rows of some blocks. The error of their mean size is small beside that of the draw."""
     reader: Any = runner.before[0]
     tasks = runner.plan.tasks
     blocks = BlockInput(reader)
@@ -182,7 +179,6 @@ def _at_places(runner: RunnerPlan, number: int) -> tuple[list[SampledDocument], 
     rows = sum(block.rows for block in every)
     step = -(-len(every) // _PLACES)
     documents = _Documents(number)
-    row_bytes: list[float] = []
     for index in range(step // 2, len(every), step):
         block = every[index]
         rank = block.file % tasks
@@ -195,28 +191,21 @@ def _at_places(runner: RunnerPlan, number: int) -> tuple[list[SampledDocument], 
             if fields:  # the others cannot be read
                 document = reader.get_document_from_dict(fields, name, block.first + row)
                 documents.add(document, rank, first + row)
-                row_bytes.append(block.bytes / block.rows)
-    mean_bytes = sum(block.bytes for block in every) / rows
-    mean_size = fmean(documents.sizes) * mean_bytes / fmean(row_bytes)
-    return documents.in_order(), Population(Estimate.exact(rows), mean_size)
+    return documents.drawn(Estimate.exact(rows))
 
 
 def _by_bytes(begun: Sequence[_TaskInput], tasks: int) -> Estimate | None:
     """Estimates the documents after the first of each task: what is before that may be skipped, or
     be read ahead.
     """
-    counts: list[float] = []
-    done: list[float] = []
-    ends = []
-    remaining: list[float] = []
-    for task in begun:
-        for before, after in pairwise(task.reached):
-            counts.append(after[0] - before[0])
-            done.append(after[1].done - before[1].done)
-        ends += [reached for _, reached in task.reached[-1:] if reached.total]
-        remaining += [(end.total or 0) - task.reached[0][1].done for end in ends[len(remaining) :]]
-    if len(ends) < len(begun) or len({end.unit for end in ends}) > 1 or not sum(done):
+    known = [task.reached for task in begun if task.reached and task.reached[-1][1].total]
+    parts = [part for reached in known for part in pairwise(reached)]
+    counts = [after[0] - before[0] for before, after in parts]
+    done = [after[1].done - before[1].done for before, after in parts]
+    units = {reached[-1][1].unit for reached in known}
+    if len(known) < len(begun) or len(units) > 1 or not sum(done):
         return None
-    tasks = min(tasks, ends[0].tasks or tasks)
+    remaining = [(end.total or 0) - start.done for (_, start), *_, (_, end) in known]
+    tasks = min(tasks, known[0][-1][1].tasks or tasks)
     rest = estimate(counts, done, fmean(remaining) * tasks)
     return Estimate(tasks + rest.value, tasks + rest.low, tasks + rest.high)

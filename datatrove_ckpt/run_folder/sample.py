@@ -6,7 +6,7 @@ The answers stay with the checkpoints, and the job's ranks take them for equal r
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, count
@@ -26,9 +26,9 @@ from datatrove_ckpt.errors import ConfigError, InputError, StorageFailed
 from datatrove_ckpt.generation.recorded_requests import NotedRequests, RecordedRequest, noting
 from datatrove_ckpt.generation.run_identity import servers_digest
 from datatrove_ckpt.generation.runner_settings import RunnerSettings
-from datatrove_ckpt.run_folder.counted_input import SampledDocument, count_input
+from datatrove_ckpt.run_folder.counted_input import DrawnInput, SampledDocument, count_input
 from datatrove_ckpt.run_folder.estimate import Estimate, Population, quantile
-from datatrove_ckpt.run_folder.run_plan import RunPlan
+from datatrove_ckpt.run_folder.run_plan import RunnerPlan, RunPlan
 
 
 @dataclass
@@ -37,48 +37,61 @@ class SentSample:
 
     Attributes:
         is_kept: the run finds the checkpoints.
+        places: rank and ordinal of each document in the run.
         documents: the documents with their requests; without requests, the text is the question.
         whole: the whole input; None if its size is not known.
     """
 
     checkpoints: Path
     is_kept: bool
+    places: list[tuple[int, int]]
     documents: list[tuple[SampledDocument, list[RecordedRequest]]]
     whole: Population | None
 
 
+def draw_input(plan: RunPlan, number: int) -> DrawnInput:
+    """Draws documents from the input of the first runner.
+
+    Raises:
+        ConfigError, InputError: there is no runner, or no document.
+    """
+    if not plan.runners:
+        raise ConfigError("--sample: the pipeline has no InferenceRunner.")
+    drawn = count_input(plan.runners[0], number)
+    if not drawn.documents:
+        raise InputError(
+            "no document reaches the InferenceRunner: the input has none, or the steps before it "
+            "yield none."
+        )
+    return drawn
+
+
 def take_sample(
-    plan: RunPlan,
-    number: int,
+    runner: RunnerPlan,
+    drawn: DrawnInput,
     folder: Path,
     writes_rows: bool = False,
+    ordinals: Sequence[int] = (),
     seconds: float = math.inf,
 ) -> SentSample:
-    """Sends documents from the whole input to the first runner.
+    """Sends documents to a runner.
 
     Args:
         folder: a folder for the output, and for checkpoints that cannot lie beside the run's.
         writes_rows: the output has the run's rows, as Parquet; else whole documents, to be shown.
+        ordinals: those that the documents have in the run, if it has another input.
         seconds: time after the first answer at which the rest is given up.
 
     Raises:
         CkptError: no document could be sent: see ``InferenceRunner.run``.
     """
-    if not plan.runners:
-        raise ConfigError("--sample: the pipeline has no InferenceRunner.")
-    runner = plan.runners[0]
-    # Steps after this one number the rows of the first documents as the run does.
-    first = number if writes_rows else math.inf
-    documents, whole = count_input(runner, number, first)
-    if not documents:
-        raise InputError(
-            "no document reaches the InferenceRunner: the input has none, or the steps before it "
-            "yield none."
-        )
+    documents = drawn.documents
     texts = [document.text for document in documents]
     recorded_requests: NotedRequests = {}
     checkpoints = _folder_beside(runner.root) or folder / "checkpoints"
     places = [(document.rank, document.ordinal) for document in documents]
+    if len(ordinals) == len(places):
+        places = [(0, ordinal) for ordinal in ordinals]
     record = {"servers": servers_digest(runner.step.models), "documents": [places]}
     files.disk.make_dir(checkpoints)
     files.disk.replace(checkpoints / SAMPLED, orjson.dumps(record))
@@ -92,7 +105,7 @@ def take_sample(
         output_writer=writer,
         checkpoints_local_dir=str(checkpoints),
         checkpoints_remote_dir=None,
-        records_per_chunk=number,
+        records_per_chunk=len(documents),
         explode=writes_rows and runner.step.explode,
         rollout_results=True,
         on_document_error="dead_letter",
@@ -112,7 +125,7 @@ def take_sample(
         (document, recorded_requests.get(id(document)) or [RecordedRequest(text)])
         for document, text in zip(documents, texts, strict=True)
     ]
-    return SentSample(checkpoints, checkpoints.parent != folder, sent, whole)
+    return SentSample(checkpoints, checkpoints.parent != folder, places, sent, drawn.whole)
 
 
 def _folder_beside(root: Path | None) -> Path | None:

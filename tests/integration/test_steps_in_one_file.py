@@ -623,13 +623,16 @@ def test_doctor_says_that_columns_of_a_rollout_are_not_known(server, command):
 def test_a_sample_takes_rows_through_all_steps_and_the_run_takes_its_answers(server, command):
     write(server, prices={"prompt": 2, "completion": 8})
     said = command("run", "job.yaml", "--sample", "3")
-    for line in ("answers:\n1. id 00", "best: 2 rows", "rejected: 1 row", "topics:\n1. topic 1"):
+    for line in ("best: 2 rows", "rejected: 1 row", "topics:\n1. topic 1"):
         assert line in said
+    drawn = re.findall(r"^\d\. id (\d\d)$", said, re.MULTILINE)
+    assert drawn[:3] == drawn[3:], "the rows of one step are those of the next"
+    assert [int(number) // 4 for number in drawn[:3]] == [0, 1, 2], "of the whole input"
     assert "for 12 documents" in said[said.index("judged:") : said.index("best:")]
     assert "size of the input is not known" in said[said.index("topics:") :]  # a query groups
     assert said.count("not known") == 1
     assert said.count("cost   ") == 3
-    assert len(server.payloads) == 3 + 3 + 2
+    assert len(server.payloads) == 3 + 3 + 1
     assert not list(Path("qa").rglob("*.parquet"))
     before = len(server.payloads)
     command("run", "job.yaml")

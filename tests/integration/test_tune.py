@@ -10,6 +10,7 @@ import yaml
 
 from datatrove_ckpt.cli import tune
 from datatrove_ckpt.config.engines import Custom
+from datatrove_ckpt.run_folder import counted_input
 from tests import processes
 from tests.engines import SERVE
 from tests.patience import until
@@ -83,8 +84,11 @@ def starts():
     return Path("starts").read_text().splitlines()
 
 
-def test_the_better_of_two_wins_and_the_run_takes_its_answers(job, command):
+def test_the_better_of_two_wins_and_the_run_takes_its_answers(job, command, monkeypatch):
     job({1: (4, 0.2)}, 12)
+    reads = []
+    read = counted_input._read
+    monkeypatch.setattr(counted_input, "_read", lambda *task: reads.append(task) or read(*task))
     slower = "--try={model_kwargs: {places: 1, slower: 5}}"
     said = command("tune", "job.yaml", "--sample=12", slower).out
     head = "tokens/s a machine  machine hours of 1M rows  settings of the model"
@@ -100,6 +104,7 @@ def test_the_better_of_two_wins_and_the_run_takes_its_answers(job, command):
     assert said.endswith("No other settings are better.\n")
     again = command("tune", "job.yaml", "--sample=12", slower).out
     assert again == said
+    assert len(reads) == 1, "the candidates share the rows"
     assert len(starts()) == 2, "both are known"
     command("run", "job.yaml")
     work = command.json("status", "run")["totals"]["work"]

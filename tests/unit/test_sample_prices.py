@@ -20,8 +20,10 @@ from datatrove_ckpt.run_folder.estimate import Estimate, Population
 SORTED = [{"id": str(row), "text": "x" * (1 + row // 2)} for row in range(500)]
 
 
-def runner(reader, tasks=1):
-    return SimpleNamespace(plan=SimpleNamespace(tasks=tasks), before=[reader])
+def sampled(reader, number, tasks=1):
+    runner = SimpleNamespace(plan=SimpleNamespace(tasks=tasks), before=[reader])
+    drawn = count_input(runner, number)
+    return drawn.documents, drawn.whole
 
 
 def write_parquet(path, rows):
@@ -49,8 +51,8 @@ def priced(folder, seed, rows=2000):
     for number, part in enumerate(np.split(np.arange(rows), 4)):
         lines = [{"id": str(row), "text": "x" * int(sizes[row])} for row in part]
         write_lines(folder / f"{number}.jsonl", lines)
-    steps = runner(JsonlReader(str(folder), text_key=None), int(random.integers(1, 5)))
-    documents, whole = count_input(steps, 50)
+    reader = JsonlReader(str(folder), text_key=None)
+    documents, whole = sampled(reader, 50, int(random.integers(1, 5)))
     sent = [paid[int(document.id)] for document in documents]
     return paid.sum(), whole.total(sent, [document.size for document in documents])
 
@@ -63,7 +65,7 @@ def test_of_twenty_uneven_jobs_eighteen_cost_what_their_samples_say(tmp_path):
 
 def test_rows_sorted_by_length_are_counted_and_priced_as_a_whole(tmp_path):
     write_lines(tmp_path / "1.jsonl", SORTED)
-    documents, whole = count_input(runner(JsonlReader(str(tmp_path), text_key=None)), 20)
+    documents, whole = sampled(JsonlReader(str(tmp_path), text_key=None), 20)
     assert whole.number.low == whole.number.high == 500
     lengths = [len(document.text) for document in documents]
     assert lengths == sorted(lengths)
@@ -92,8 +94,7 @@ def test_rows_that_take_too_long_come_from_places_of_all_files(
 ):
     write(tmp_path / f"a{name}", SORTED[:300])
     write(tmp_path / f"b{name}", SORTED[300:])
-    steps = runner(reader(str(tmp_path), text_key=None), tasks)
-    documents, whole = count_input(steps, 20)
+    documents, whole = sampled(reader(str(tmp_path), text_key=None), 20, tasks)
     assert whole.number.low == whole.number.high == 500
     assert {int(document.id) // 300 for document in documents} == {0, 1}
     for document in documents:
@@ -107,7 +108,7 @@ def test_rows_that_take_too_long_come_from_places_of_all_files(
 def test_documents_that_are_not_counted_are_estimated_by_bytes(tmp_path):
     write_lines(tmp_path / "1.jsonl", SORTED)
     reader = JsonlReader(str(tmp_path))  # a row without a text would be no document
-    documents, whole = count_input(runner(reader), 20)
+    documents, whole = sampled(reader, 20)
     assert 0 < len(documents) < 20
     assert whole.number.low < whole.number.high
 
@@ -117,14 +118,14 @@ def test_rows_that_are_skipped_do_not_count(tmp_path):
     write_lines(
         tmp_path / "1.jsonl", [{"id": str(row), "text": "a text"} for row in range(100, 400)]
     )
-    _, whole = count_input(runner(JsonlReader(str(tmp_path), skip=200)), 5)
+    _, whole = sampled(JsonlReader(str(tmp_path), skip=200), 5)
     assert whole.number.value == pytest.approx(100)
 
 
 @pytest.mark.usefixtures("slow")
 def test_rows_that_are_read_ahead_are_not_taken_for_few(tmp_path):
     (tmp_path / "1.csv").write_text("id,text\n" + "1,a text\n" * 500)
-    _, whole = count_input(runner(CSVReader(str(tmp_path))), 5)
+    _, whole = sampled(CSVReader(str(tmp_path)), 5)
     assert whole is None
 
 
@@ -140,7 +141,7 @@ class _Even(JsonlReader):
 @pytest.mark.usefixtures("slow")
 def test_rows_of_a_readers_subclass_are_not_counted_as_documents(tmp_path):
     write_lines(tmp_path / "1.jsonl", SORTED)
-    documents, _ = count_input(runner(_Even(str(tmp_path), text_key=None)), 5)
+    documents, _ = sampled(_Even(str(tmp_path), text_key=None), 5)
     assert [int(document.id) for document in documents] == [
         2 * document.ordinal for document in documents
     ]
@@ -151,7 +152,7 @@ def test_parts_whose_lines_cannot_be_read_are_left_out(tmp_path):
     (tmp_path / "a.jsonl").write_text("no row\n" * 500)
     write_lines(tmp_path / "b.jsonl", SORTED)
     reader = JsonlReader(str(tmp_path), text_key=None, max_skipped=None)
-    documents, _ = count_input(runner(reader), 5)
+    documents, _ = sampled(reader, 5)
     assert len(documents) == 5
 
 
@@ -163,7 +164,7 @@ def test_each_task_may_skip_as_many_lines_as_in_its_run(tmp_path, monkeypatch):
         write_lines(tmp_path / f"{task}.jsonl", SORTED[:10])
         with (tmp_path / f"{task}.jsonl").open("a") as file:
             file.write("no row\n")
-    _, whole = count_input(runner(JsonlReader(str(tmp_path), max_skipped=1), tasks=3), 3)
+    _, whole = sampled(JsonlReader(str(tmp_path), max_skipped=1), 3, tasks=3)
     assert whole.number.value == 30
 
 
@@ -174,7 +175,7 @@ def test_only_the_documents_of_the_sample_are_held():
 
     tracemalloc.start()
     try:
-        documents, _ = count_input(runner(large), 10)
+        documents, _ = sampled(large, 10)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

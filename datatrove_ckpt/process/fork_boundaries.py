@@ -91,12 +91,15 @@ def _begin(own: object, same: set[object], others: set[object], seconds: float) 
 
 
 def _opens_pipes() -> bool:
-    for frame in sys._current_frames().values():
-        caller: FrameType | None = frame
-        while caller is not None and caller.f_code is not _before_fork.__code__:
-            if caller.f_code.co_name == "__init__" and _module(caller) in _OPENERS:
-                return True
-            caller = caller.f_back
+    # A variable that held the frame of this call would keep the variables of all its callers.
+    return any(map(_is_opening, sys._current_frames().values()))
+
+
+def _is_opening(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code is not _before_fork.__code__:
+        if frame.f_code.co_name == "__init__" and _module(frame) in _OPENERS:
+            return True
+        frame = frame.f_back
     return False
 
 

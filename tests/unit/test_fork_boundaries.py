@@ -1,11 +1,13 @@
 """Forks beside a reader that starts programs: who waits, and for whom."""
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
 import threading
 import time
+import weakref
 
 import pytest
 from datatrove.data import Document
@@ -152,6 +154,23 @@ def test_a_fork_waits_while_another_thread_starts_a_program():
     os.waitpid(pid, 0)
     starter.join()
     assert order == ["started", "forked"]
+
+
+def test_a_fork_keeps_no_variable_of_its_callers():
+    """The loader of a training, say, whose workers would live as long as it."""
+
+    def start():
+        event = threading.Event()
+        if (pid := os.fork()) == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+        return weakref.ref(event)
+
+    gc.disable()
+    try:
+        assert start()() is None
+    finally:
+        gc.enable()
 
 
 def test_reads_and_forks_exclude_each_other_and_neither_starves():

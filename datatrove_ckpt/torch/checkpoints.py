@@ -295,7 +295,7 @@ class TrainingCheckpoints:
             Preempted, SystemExit: a signal came, or the job's time ends. The step is saved.
         """
         self._report()
-        note_use(self._input.loader)
+        note_use(self._input.first_iteration)
         now = time.monotonic()
         self._longest_step = max(self._longest_step, now - self._stepped_at)
         self._stepped_at = now

@@ -898,4 +898,5 @@ def _load(
     for each in map(DatasetState.from_json, find_states(merged, is_state)):
         rows += each.input["rows"] - RemainingPositions(each.input["rows"], each.done).rows
     target.load_state_dict(state)
-    watch(loader, RestoredInput(target, state, int(merged["epoch"]), rows, loader.dataset._shared))
+    dataset = None if target is loader else target
+    watch(loader, RestoredInput(dataset, state, int(merged["epoch"]), rows, loader.dataset._shared))

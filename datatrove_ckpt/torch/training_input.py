@@ -41,6 +41,8 @@ class TrainingInput:
     Attributes:
         epoch: the number of the epoch with which the loop continues; None: it was not saved.
         restored: the restored input, by its step. A loader that has not begun again knows less.
+        first_iteration: what the loader has loaded. The loader itself is not kept: the workers of
+            one that is dropped would end only with the garbage.
     """
 
     _ranks: Ranks
@@ -48,7 +50,7 @@ class TrainingInput:
     epoch: int | None = 0
     told_epoch: int | None = None
     restored: dict[int, list[Any]] = field(default_factory=dict)
-    loader: DataLoader | None = None
+    first_iteration: RestoredInput | None = None
     _epochs_ended: int = 0
 
     def has_ended(self, loader: Any = None, epoch: int | None = None, **ignored: object) -> bool:
@@ -81,7 +83,7 @@ class TrainingInput:
             stateful.refuse_begun(loader)
             keep_workers(loader, self.seed(step), self._signals)
             watch(loader)
-            self.loader = loader
+            self.first_iteration = None
 
     def seed(self, step: int) -> int:
         seed = f"{torch.initial_seed()} {self._ranks.rank} {step}"
@@ -112,7 +114,7 @@ class TrainingInput:
             has_ended = isinstance(state, dict) and bool(state.get("_iterator_finished"))
             if not has_ended:
                 loader.load_state_dict(state)
-                watch(loader, RestoredInput(loader, state))
+                watch(loader, RestoredInput(None, state))
             elif self.epoch is not None:
                 self.epoch += 1
         else:
@@ -123,6 +125,7 @@ class TrainingInput:
         restored = getattr(loader, "_restored", None)
         if restored is not None:
             restored.random_state = random_state()
+        self.first_iteration = restored
         source = _source_of(loader)
         if source is not None and self.epoch is not None:
             source._shared.again = self.epoch - source._shared.epoch

@@ -29,6 +29,7 @@ class RestoredInput:
     """A state that a loader or its dataset has loaded, and the first iteration of it.
 
     Attributes:
+        dataset: what has loaded the state; None: its loader has, which would keep itself by this.
         rows: how many rows of the epoch come before the state. None: unknown.
         shared: of this package's dataset; None: another dataset, whose epoch is unknown.
         random_state: what the random generators are set to before the first batch.
@@ -36,7 +37,7 @@ class RestoredInput:
         is_used: the batches are trained: a step was saved, or may be.
     """
 
-    target: Any
+    dataset: Any
     state: Any
     epoch: int = 0
     rows: int | None = None
@@ -69,7 +70,8 @@ class RestoredInput:
             return False
         inner = getattr(loader, "base_dataloader", loader)
         inner._iterator = None  # its workers may persist, and have copies of the dataset
-        self.target.load_state_dict(self.state)
+        target = loader if self.dataset is None else self.dataset
+        target.load_state_dict(self.state)
         return True
 
 
@@ -110,9 +112,8 @@ def watch(loader: Any, restored: RestoredInput | None = None) -> None:
     loader._restored = restored
 
 
-def note_use(loader: Any) -> None:
+def note_use(restored: RestoredInput | None) -> None:
     """Notes that the batches which the loader has given are trained."""
-    restored = getattr(loader, "_restored", None)
     if restored is not None:
         restored.is_used = bool(restored.batches)
 
@@ -133,7 +134,7 @@ def _watched(kind: Any) -> Any:
         if hasattr(kind, "state_dict"):
 
             def state_dict(self) -> Any:
-                note_use(self)
+                note_use(self._restored)
                 return super().state_dict()
 
     Watched.__name__ = Watched.__qualname__ = kind.__name__

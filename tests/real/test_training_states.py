@@ -4,7 +4,9 @@ twice.
 Needs torch and torchdata: ``uv pip install -e .[torch]``.
 """
 
+import gc
 import itertools
+import multiprocessing
 from collections import Counter
 
 import pytest
@@ -12,7 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers import JsonlReader, ParquetReader
-from datatrove_ckpt.torch import Mix, restore
+from datatrove_ckpt.torch import Mix, TrainingCheckpoints, restore
 from tests.real.loops import take, text_of, texts, write_rows
 from tests.training_rows import merge, rows_of
 
@@ -53,6 +55,34 @@ def test_a_state_between_two_snapshots_goes_to_the_same_topology_only(folder):
     for workers in (0, 1, 3):
         with pytest.raises(CheckpointMismatch, match=expected):
             restore(loader(folder, workers), [state])
+
+
+@pytest.fixture
+def no_garbage():
+    """Nothing is freed that is part of a cycle."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("by", ["restore", "checkpoints"])
+def test_a_restored_loader_that_is_dropped_has_ended_its_workers(folder, tmp_path, no_garbage, by):
+    """In the garbage, each would wait five seconds for a queue that is gone before it."""
+    others = multiprocessing.active_children()
+    first, resumed = loader(folder, 1), loader(folder, 1)
+    saved = TrainingCheckpoints(tmp_path / "run", asynchronous=False)
+    with saved:
+        saved.restore(loader=first)
+        take(iter(first), 2)
+        saved.save(2, loader=first)
+    if by == "restore":
+        restore(resumed, [first.state_dict()])
+    else:
+        TrainingCheckpoints(tmp_path / "run").restore(loader=resumed)
+    take(iter(resumed), 2)
+    assert len(multiprocessing.active_children()) == len(others) + 2
+    del first, resumed
+    assert multiprocessing.active_children() == others
 
 
 # Two iterations over one dataset -----------------------------------------------------------------

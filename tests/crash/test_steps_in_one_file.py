@@ -1,4 +1,7 @@
-"""A job of steps, killed at every effect, ends with the same bytes: queries, renames, records."""
+"""A job of steps, killed at every effect, ends with the same bytes: queries, renames, records.
+
+The effects of a rank are those of ``test_every_effect.py``; with ``-m full`` they are tried here, too.
+"""
 
 import shutil
 from pathlib import Path
@@ -8,11 +11,10 @@ import pytest
 import datatrove_ckpt
 from datatrove_ckpt.checkpoint import open_checkpoint
 from datatrove_ckpt.testing import FakeServer
-from tests.crashes import EFFECTS, assert_same_output_after_crash
+from tests.crashes import EFFECTS, CopyingDisk, assert_same_output_after_crash, path_of
 from tests.steps import STEPS, reply
 from tests.yaml_jobs import write_rows
 
-RENAMES = ("rename", "remove_tree", "remove", "link")
 ROWS = [{"id": f"id {n}", "text": f"text {n}", "topic": f"topic {n % 2}"} for n in range(6)]
 
 pytestmark = pytest.mark.usefixtures("code_described_once")
@@ -21,6 +23,14 @@ pytestmark = pytest.mark.usefixtures("code_described_once")
 @pytest.fixture(autouse=True)
 def _one_after_the_other(monkeypatch):
     monkeypatch.setattr(open_checkpoint, "MAX_GROUP", 1)
+
+
+class DiskOfSteps(CopyingDisk):
+    """Keeps copies before the effects outside of the folders of ranks."""
+
+    def before(self, name, args, label):
+        if "checkpoints" not in path_of(args).parts:
+            super().before(name, args, label)
 
 
 @pytest.fixture
@@ -55,9 +65,19 @@ def job(ram):
     return folder
 
 
-@pytest.mark.matrix("effects, step", [(RENAMES, 19), (RENAMES, 1), (EFFECTS, 1)])
-def test_steps_end_with_the_same_rows_after_a_crash_at_each_effect(job, attempt, effects, step):
-    report = assert_same_output_after_crash(attempt, job, recoveries=0, counted=effects, step=step)
+@pytest.mark.matrix(
+    "disk_type, step",
+    [
+        (DiskOfSteps, 23),
+        (DiskOfSteps, 1),
+        pytest.param(CopyingDisk, 1, marks=pytest.mark.full),
+    ],
+)
+def test_steps_end_with_the_same_rows_after_a_crash_at_each_effect(job, attempt, disk_type, step):
+    report = assert_same_output_after_crash(
+        attempt, job, recoveries=0, counted=EFFECTS, disk_type=disk_type, step=step
+    )
+    print(report)
     assert report.points.count("rename input") == 2
     assert report.points.count("rename output") == 2
 
@@ -76,12 +96,28 @@ def restarts(attempt):
 
 
 @pytest.mark.slow
-@pytest.mark.matrix("again, effects", [("plain", RENAMES), ("same", RENAMES), ("plain", EFFECTS)])
-def test_redo_ends_with_the_same_rows_after_a_crash_at_each_effect(job, attempt, again, effects):
+@pytest.mark.parametrize(
+    "again, disk_type, step",
+    [
+        ("plain", DiskOfSteps, 1),
+        ("same", DiskOfSteps, 3),
+        pytest.param("plain", CopyingDisk, 1, marks=pytest.mark.full),
+        pytest.param("same", CopyingDisk, 1, marks=pytest.mark.full),
+    ],
+)
+def test_redo_ends_with_the_same_rows_after_a_crash_at_each_effect(
+    job, attempt, again, disk_type, step
+):
     attempt(job)
     write_rows(job / "docs.jsonl", [*ROWS, {"id": "new", "text": "text 7", "topic": "topic 1"}])
     shutil.rmtree(job / "output")
     report = assert_same_output_after_crash(
-        restarts(attempt)[again], job, recoveries=0, counted=effects
+        restarts(attempt)[again],
+        job,
+        recoveries=0,
+        counted=EFFECTS,
+        disk_type=disk_type,
+        step=step,
     )
+    print(report)
     assert {f"rename {name}.1" for name in STEPS} <= {*report.points}

@@ -53,32 +53,40 @@ def report_page(run: RunState) -> str:
     ranks = run.all_ranks
     lines = min(_MAX_LINES, max(_LEAST_LINES, _PROGRESS_LINES // max(1, len(ranks))))
     histories = [_history(rank.folder / HISTORY, lines) for rank in ranks]
-    requests = sum(sums.done.requests for sums in (run.totals, run.retried))
     spreads = [spread for history in histories for spread in history.spreads]
     state = "finished"
     if not run.is_finished:
         state = next((state for state in _ORDER if run.totals.states[state]), "unfinished")
+    called = name_of_folder(run.what)
+    as_of = f", as of {clock(run.read_at)}"
     models = [str(value) for name, value in run.identity.items() if without_model(name) == "model"]
-    return page(
-        name_of_folder(run.what),
-        run.what,
-        ", ".join(dict.fromkeys(models)),
-        state,
-        run.read_at,
-        f"{status_text.age(run).capitalize()}.",
-        [
-            ("tasks", status_text.ranks_of(run)),
-            ("input", status_text.progress_of(run)),
-            *status_text.status_lines(run),
-        ],
-        [
-            # Retries read documents that were read before: they are not summed.
-            *_charts([history.minutes for history in histories[: len(run.ranks)]]),
-            *_quality(run.together.done, spreads),
-            _attempts(ranks),
-            _spreads(spreads, requests),
-        ],
-    )
+    about = [name(run.what, 400), f"{as_of}. {status_text.age(run).capitalize()}."]
+    if models:
+        about = [name(", ".join(dict.fromkeys(models))), " in ", *about]
+    sums = [
+        ("tasks", status_text.ranks_of(run)),
+        ("input", status_text.progress_of(run)),
+        *status_text.status_lines(run),
+    ]
+    entries = (element("div", element("dt", topic), element("dd", text)) for topic, text in sums)
+    sections = [
+        # Retries read documents that were read before: they are not summed.
+        *_charts([history.minutes for history in histories[: len(run.ranks)]]),
+        *_quality(run.together.done, spreads),
+        _attempts(ranks),
+        _spreads(spreads, run.totals.done.requests + run.retried.done.requests),
+    ]
+    parts = {
+        "title": escaped(f"{shortened(called, 80)}: {state}"),
+        "name": name(called),
+        "state": element("span", state, class_=f"pill {_TONES.get(state, 'warning')}"),
+        "about": element("p", *about),
+        "sums": element("dl", *entries, class_="sums"),
+        "sections": joined(sections),
+        "footer": escaped(f"Written by datatrove-ckpt {__version__}{as_of}."),
+    }
+    template = files(__package__ or "").joinpath("page.html").read_text(encoding="utf-8")
+    return Template(template).substitute(parts)
 
 
 def _history(path: Path, max_lines: int) -> History:
@@ -120,45 +128,6 @@ def _charts(ranks: Iterable[Sequence[ProgressRecord]]) -> Iterator[Markup]:
         "completion": grown(lambda line: line.documents.completion_tokens) / seconds,
     }
     yield chart("Tokens per second", edges, tokens)
-    places = _held(begun, edges, "places")
-    if places.any():
-        busy = _share(_held(begun, edges, "in_flight"), places)
-        yield chart("Capacity in use at the servers, %", edges, {"capacity in use": busy})
-    cost = grown(lambda line: line.total.cost) / 1e9
-    if cost.any():
-        yield chart("Cost per hour", edges, {"cost per hour": 3600 * cost / seconds})
-    answers = grown(lambda line: line.documents.answers)
-
-    def bad(kind: str) -> Values:
-        return _share(grown(lambda line: line.documents.bad[kind]), answers)
-
-    done = sum((minutes[-1].documents for minutes in begun), DocumentCounts())
-    shares = {_named(kind): bad(kind) for kind, number in done.bad.items() if number}
-    if shares:
-        yield chart("Bad answers, %", edges, shares)
-
-
-def _held(ranks: Iterable[Sequence[ProgressRecord]], edges: Values, name: str) -> Values:
-    """Returns a number that is as large as each rank's last line says, until its attempt ends, at
-    the middle of each interval; the sum over ranks.
-    """
-    middles = (edges[:-1] + edges[1:]) / 2
-    total = np.zeros(len(middles))
-    for minutes in ranks:
-        times = np.array([line.at for line in minutes])
-        values = np.array([getattr(line, name) for line in minutes])
-        newest = np.searchsorted(times, middles, side="right") - 1
-        following = np.minimum(newest + 1, len(minutes) - 1)
-        attempts = np.array([line.attempt for line in minutes])
-        is_over = (attempts[newest] != attempts[following]) | (newest == following)
-        total += np.where((newest < 0) | is_over, 0, values[newest])
-    return total
-
-
-def _share(part: Values, whole: Values) -> Values:
-    """Numbers that are not of one moment may give more than 100."""
-    shares = np.divide(100 * part, whole, out=np.zeros(len(whole)), where=whole > 0)
-    return np.minimum(shares, 100.0)
 
 
 _EXAMPLES = 3
@@ -248,40 +217,6 @@ def _spreads(spreads: Sequence[RequestHistograms], requests: int) -> Markup:
 _MAX_NAME = 160
 _MAX_ID = 40
 _MAX_CELL = 4000
-
-
-def page(
-    called: str,
-    location: str,
-    model: str,
-    state: str,
-    made_at: float,
-    age: str,
-    sums: Iterable[tuple[str, str]],
-    sections: Iterable[Markup],
-) -> str:
-    """Returns the whole page.
-
-    Args:
-        made_at: Unix seconds at which the state was read.
-        sums: text of ``status`` for each topic.
-    """
-    as_of = f", as of {clock(made_at)}"
-    names: list[str] = [name(location, 400)]
-    if model:
-        names = [name(model), " in ", *names]
-    entries = (element("div", element("dt", topic), element("dd", text)) for topic, text in sums)
-    parts = {
-        "title": escaped(f"{shortened(called, 80)}: {state}"),
-        "name": name(called),
-        "state": element("span", state, class_=f"pill {_TONES.get(state, 'warning')}"),
-        "about": element("p", *names, f"{as_of}. {age}"),
-        "sums": element("dl", *entries, class_="sums"),
-        "sections": joined(sections),
-        "footer": escaped(f"Written by datatrove-ckpt {__version__}{as_of}."),
-    }
-    template = files(__package__ or "").joinpath("page.html").read_text(encoding="utf-8")
-    return Template(template).substitute(parts)
 
 
 def table(

@@ -18,13 +18,13 @@ from datatrove_ckpt.cli import step_status
 from datatrove_ckpt.cli.open_run import open_run, steps_of
 from datatrove_ckpt.cli.printing import say, say_result, wrapped, write_page
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.formatting import plural, plural_is, plural_or_no
+from datatrove_ckpt.common.formatting import plural, plural_or_no
 from datatrove_ckpt.errors import ConfigError, printable
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.run_folder import verify as checks
 from datatrove_ckpt.run_folder.documents import ShownDocument, read_dead_letters, read_documents
 from datatrove_ckpt.run_folder.documents import export as write_export
-from datatrove_ckpt.run_folder.queries import is_damaged, kept_rows
+from datatrove_ckpt.run_folder.queries import is_damaged
 from datatrove_ckpt.run_folder.repair import apply_repair, check_output_folder, make_plan
 from datatrove_ckpt.run_folder.report.page import report_page
 from datatrove_ckpt.run_folder.run_location import RunLocation, open_location, restored, upload
@@ -45,46 +45,27 @@ def show(arguments: argparse.Namespace) -> int:
             raise ConfigError("--sql: asks the steps of a run. Give the run folder of such a run.")
         return step_status.show(steps, arguments)
     printed = 0
-    is_all = not (arguments.dead or arguments.grep) and arguments.id is None
     max_length = _MOST if arguments.id is None else None
     with open_run(arguments, output=arguments.output) as location:
-        is_all = is_all and kept_rows(location.folder / "output") is None
-        if arguments.dead:
-            documents = read_dead_letters(location)
-        else:
-            documents = read_documents(location)
+        found = read_dead_letters(location) if arguments.dead else read_documents(location)
         wanted = (arguments.grep or "").casefold()
         documents = (
             document
-            for document in documents
-            if wanted in document.text.casefold() or wanted in document.answer.casefold()
+            for document in found
+            if arguments.id in (None, document.id)
+            and (wanted in document.text.casefold() or wanted in document.answer.casefold())
         )
-        documents = (document for document in documents if arguments.id in (None, document.id))
         for printed, document in enumerate(islice(documents, arguments.n), 1):
             say(described(printed, document, "text", max_length))
         if printed and not arguments.dead:
             say(f"Columns: {', '.join(map(printable, document.columns))}.")
-        if arguments.dead and next(documents, None) is not None:
+        # The next match may be far away.
+        if arguments.grep is None and next(documents, None) is not None:
             say(f"There are more; --n {2 * arguments.n} prints them.")
-        if is_all:
-            state = read_run_state(location)
-            counts = state.together.done
-            rows = state.together.rows
-            number = rows or state.delivered.written
-            noun = "row" if rows else "document"
-            if not printed:
-                say(
-                    f"No document is in the output files, so far: "
-                    f"{plural_is(counts.read, 'document')} done ({counts.dropped} dropped, "
-                    f"{plural(counts.dead, 'dead letter')}). A file appears when a chunk of "
-                    f"{state.identity.get('records_per_chunk')} is complete."
-                )
-            elif number > printed:
-                say(f"{printed} of {plural(number, noun)}; --n {2 * arguments.n} prints more.")
-    if arguments.dead and not printed:
+    if not printed and arguments.dead:
         say("There is no such dead letter.")
-    elif not (printed or is_all):
-        say("There is no such document in the output files, so far.")
+    elif not printed:
+        say("There is no such document, so far. A file appears when a chunk is complete.")
     return int(not printed)
 
 

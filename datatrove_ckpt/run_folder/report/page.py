@@ -7,14 +7,12 @@ which escapes it, and the page's own policy forbids scripts and requests.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
-from itertools import pairwise
 from pathlib import Path
 from string import Template
 
@@ -241,14 +239,13 @@ def table(
     return element("section", element("h2", title), element("p", caption), body, class_="wide")
 
 
-# charts: an invisible column above each interval has a tooltip with the values, without a script
-# --------
+# charts -------------------------------------------------------------------------------------------
 
 _WIDTH = 508
 _HEIGHT = 210
 _TOP = 10
 _LEFT = 52
-_RIGHT = 14
+_END = 494
 _FLOOR = 182
 
 
@@ -258,63 +255,38 @@ def chart(
     """Returns a chart of lines over time, all in one unit.
 
     Args:
-        edges: Unix seconds, ascending: where each interval starts, and where the last interval
-            ends.
+        edges: Unix seconds, ascending: where each interval starts, all of one length, and where the
+            last interval ends.
     """
-    marks = ticks(max(map(max, lines.values())))
-
-    def x(at: float) -> float:
-        return _LEFT + (_WIDTH - _RIGHT - _LEFT) * (at - edges[0]) / (edges[-1] - edges[0])
-
-    def y(value: float) -> float:
-        return _FLOOR - (_FLOOR - _TOP) * value / marks[-1]
-
-    parts: list[Markup] = []
-    for value in marks:
-        kind = "grid" if value else "axis"
-        line = f"M{_LEFT} {number(y(value))}H{_WIDTH - _RIGHT}"
-        parts.append(element("path", d=line, class_=kind))
-        parts.append(element("text", short(value), x=_LEFT - 8, y=y(value) + 4, text_anchor="end"))
+    highest = max(map(max, lines.values())) or 1.0
     first = clock(edges[0]).removesuffix(" UTC")  # both must fit into the width of a phone
     last = clock(edges[-1])
     if last[:10] == first[:10]:
         last = last[11:]
-    for at, text, anchor in ((edges[0], first, "start"), (edges[-1], last, "end")):
-        parts.append(element("path", d=f"M{number(x(at))} {_FLOOR}v5", class_="axis"))
-        parts.append(element("text", text, x=x(at), y=_FLOOR + 20, text_anchor=anchor))
+    labels = (
+        (short(highest), _LEFT - 8, _TOP + 4, "end"),
+        ("0", _LEFT - 8, _FLOOR + 4, "end"),
+        (first, _LEFT, _FLOOR + 20, "start"),
+        (last, _END, _FLOOR + 20, "end"),
+    )
+    parts = [element("path", d=f"M{_LEFT} {_TOP}V{_FLOOR}H{_END}", class_="axis")]
+    parts += [element("text", text, x=x, y=y, text_anchor=end) for text, x, y, end in labels]
+    step = (_END - _LEFT) / (len(edges) - 1)
     keys = []
     for index, (line, values) in enumerate(lines.items()):
         places = [
-            f"{number(x((low + end) / 2))} {number(y(value))}"
-            for (low, end), value in zip(pairwise(edges), values, strict=True)
+            f"{number(_LEFT + step * (at + 0.5))} {number(_FLOOR - (_FLOOR - _TOP) * y / highest)}"
+            for at, y in enumerate(values)
         ]
         # The line of a single interval has the length 0; its round ends show as a dot.
         path = f"M{places[0]}L{' '.join(places)}"
         parts.append(element("path", d=path, class_=f"line s{index}"))
         keys.append(element("span", element("i", class_=f"key s{index}"), line))
-    for index, (low, end) in enumerate(pairwise(edges)):
-        texts = [f"{figure(values[index])} {line}" for line, values in lines.items()]
-        tip = element("title", "\n".join([clock(low), *texts]))
-        parts.append(
-            element(
-                "rect", tip, x=x(low), y=_TOP, width=x(end) - x(low), height=_FLOOR, class_="hit"
-            )
-        )
     drawing = element(
         "svg", *parts, viewBox=f"0 0 {_WIDTH} {_HEIGHT}", role="img", aria_label=title
     )
     legend = element("div", *keys, class_="legend")
     return element("section", element("h2", title), legend, drawing)
-
-
-def ticks(high: float) -> list[float]:
-    if high <= 0:
-        return [0.0, 1.0]
-    power = 10.0 ** math.floor(math.log10(high / 5))
-    step = next(
-        power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor * 5 >= high * (1 - 1e-9)
-    )
-    return [step * index for index in range(math.ceil(high / step - 1e-9) + 1)]
 
 
 def clock(at: float) -> str:

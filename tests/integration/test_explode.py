@@ -82,7 +82,7 @@ def test_each_item_is_a_row_after_a_stop_and_documents_are_counted_as_documents(
     command("verify", "x", "--full")
     assert "4 written in 3 chunks as 8 rows" in command("status", "x")
     assert command("export", "x", "all.csv") == "8 rows in all.csv.\n"
-    assert "2 of 8 rows" in command("show", "x", "--n", "2")
+    assert "There are more; --n 4 prints them." in command("show", "x", "--n", "2")
 
 
 @pytest.mark.parametrize("given", ["in.jsonl", "in.parquet"])

@@ -32,7 +32,7 @@ WAITING = "waiting for the server"
 READING = "reading the input"
 _TIME_LEFT_SECONDS = 600.0
 _SAMPLE_SECONDS = 1.0
-_LEAST_CELLS = 8
+_CELLS = 10
 NO_WORK = Processed()
 
 
@@ -239,19 +239,11 @@ class RunProgress:
 def bar(progress: RunProgress, columns: int) -> str:
     parts = progress.parts()
     head = progress.head
-    room = columns - 1 - len(head)
     if head:
-        room -= _LEAST_CELLS + len(" || ")
-    while len(parts) > 1 and len(", ".join(parts)) > room:
+        head = f"{head} |{filled_cells(progress.share or 0.0, _CELLS)}| "
+    while len(parts) > 1 and len(f"{head}{', '.join(parts)}") >= columns:
         parts.pop()
-    tail = ", ".join(parts)
-    room += _LEAST_CELLS - len(tail)
-    if head and room >= _LEAST_CELLS:
-        cells = filled_cells(progress.share or 0.0, min(room, 40))
-        tail = f"{head} |{cells}| {tail}"
-    elif head:
-        tail = f"{head} {tail}"
-    return tail[: columns - 1]
+    return f"{head}{', '.join(parts)}"[: columns - 1]
 
 
 _CLEAR = "\r\x1b[K"

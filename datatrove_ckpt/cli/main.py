@@ -75,14 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for override in overrides:
         flag, equals, _ = override.partition("=")
         hint = formatting.did_you_mean(flag.lower(), _own_flags(typed) - {"--"}, 0.75)
-        if not takes_overrides:
-            parser.error(f"{flag}: there is no such flag{hint or '.'}{_INSTEAD.get(flag, '')}")
-        from datatrove_ckpt.cli.yaml_config import OTHER_NAMES
-
-        is_setting = flag.replace("_", "-") in _flags_of_settings()
-        name = flag.removeprefix("--").replace("-", "_")
-        is_known = is_setting or "." in flag or name in OTHER_NAMES
-        if not is_known and (hint or not equals):
+        is_setting = takes_overrides and _is_setting(flag)
+        if not is_setting and (hint or not equals or not takes_overrides):
             if flag.removeprefix("--") in _own_flags(typed):
                 hint = "; give its value alone."
             parser.error(f"{flag}: there is no such flag{hint or '.'}{_INSTEAD.get(flag, '')}")
@@ -170,10 +164,12 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _flags_of_settings() -> set[str]:
+def _is_setting(flag: str) -> bool:
     from datatrove_ckpt.cli.short_form import settings
+    from datatrove_ckpt.cli.yaml_config import OTHER_NAMES
 
-    return {f"--{name.replace('_', '-')}" for name in settings()}
+    name = flag.removeprefix("--").replace("-", "_")
+    return "." in flag or name in OTHER_NAMES or name in settings()
 
 
 def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:

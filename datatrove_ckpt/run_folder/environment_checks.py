@@ -49,7 +49,7 @@ from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access
 from datatrove_ckpt.output.output_folder import has_commits
 from datatrove_ckpt.output.writer_trial import WriterTrial
-from datatrove_ckpt.process import event_loop, open_files
+from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.readers import BatchReader, HuggingFaceDatasetReader
 from datatrove_ckpt.readers.empty_input import NoDocuments, explain
 from datatrove_ckpt.readers.inputs import (
@@ -163,17 +163,12 @@ def traits(mount: Mount | None) -> FilesystemTraits:
         )
     if mount.kind in _NETWORK:
         concern = ""
-        local = sorted(mount.options & _LOCAL_LOCKS)
-        if local:
+        is_lustre_without = mount.kind == "lustre" and "flock" not in mount.options
+        if is_lustre_without or mount.options & _LOCAL_LOCKS:
             concern = (
-                f"It is mounted with {local[0]}: locks do not keep out a process on another node; "
-                "the other process is noticed only after it has started. Mount it with locks that "
-                "all nodes see (Lustre: flock; NFS: without nolock and local_lock)."
-            )
-        elif mount.kind == "lustre" and "flock" not in mount.options:
-            concern = (
-                "It is mounted without flock: mount it with -o flock, or two processes for a task "
-                "notice each other late."
+                "Its locks do not keep out a process on another node, which is noticed late. Mount "
+                "it with locks that all nodes see (Lustre: flock; NFS: without nolock and "
+                "local_lock)."
             )
         elif mount.kind == "nfs" and not any(
             option.startswith("vers=4") for option in mount.options
@@ -470,14 +465,6 @@ def _check_server(runner: RunnerPlan, config: InferenceConfig) -> Iterator[Findi
     if not runner.plan.for_doctor or (as_jobs and not is_endpoint):
         return
     yield Finding("note", "requests", f"{config.places} (max_concurrent_generations).")
-    if config is runner.step.model:
-        requests, servers = runner.step.requests_and_servers()
-        needed = open_files.files_needed(requests, servers)
-        allowed = open_files.limits()[1]
-        text = open_files.too_low(requests, servers, needed, allowed)
-        if allowed >= needed:
-            text = f"{requests} at once need up to {needed}; the hard limit is {allowed}."
-        yield Finding("ok" if allowed >= needed else "problem", "open files", text)
     if config.server_log_folder is not None:
         expand_path("server_log_folder", config.server_log_folder)
     if is_endpoint and ready.state == "ok":

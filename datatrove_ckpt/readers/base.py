@@ -515,9 +515,11 @@ class TextFilesReader(SeekingReader):
         data_folder: DataFolderLike,
         *arguments: object,
         encoding: str | None = None,
+        types: dict[str, str] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(data_folder, *arguments, **options)
+        self.types = DeclaredTypes(types) if types else None
         try:
             "".encode(encoding or "utf-8")
         except LookupError as error:

@@ -17,7 +17,6 @@ from xxhash import xxh3_64
 
 from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.base import TextFilesReader
-from datatrove_ckpt.readers.declared_types import DeclaredTypes
 from datatrove_ckpt.readers.inputs import (
     PLAIN_INTEGER,
     BadRow,
@@ -61,11 +60,9 @@ class CSVReader(TextFilesReader, datatrove_csv.CsvReader):  # type: ignore[misc,
         data_folder: DataFolderLike,
         *arguments: object,
         delimiter: str = ",",
-        types: dict[str, str] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(data_folder, *arguments, **options)
-        self.types = DeclaredTypes(types) if types else None
         self.delimiter = delimiter.replace("\\t", "\t")
         if len(self.delimiter) != 1 or self.delimiter in '"\r\n':
             raise ConfigError(f"delimiter: {delimiter!r} is not one character, such as ';'.")

@@ -34,7 +34,6 @@ from datatrove_ckpt.errors import DocumentNotSerializable
 from datatrove_ckpt.readers.base import TextFilesReader
 from datatrove_ckpt.readers.block_file import BlockFile, FileIndex, Group, changed_error
 from datatrove_ckpt.readers.compressed import DecompressedFile, likely_encoding, naming_damage
-from datatrove_ckpt.readers.declared_types import DeclaredTypes
 from datatrove_ckpt.readers.empty_input import MAX_LINE_BYTES, read_line, refuse_array
 from datatrove_ckpt.readers.inputs import (
     PLAIN_INTEGER,
@@ -84,11 +83,9 @@ class JsonlReader(TextFilesReader, datatrove_jsonl.JsonlReader):  # type: ignore
         data_folder: DataFolderLike,
         *arguments: object,
         stop_on_bad_line: bool | None = None,
-        types: dict[str, str] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(data_folder, *arguments, **options)
-        self.types = DeclaredTypes(types) if types else None
         self.stop_on_bad_line = stop_on_bad_line
         if stop_on_bad_line is False:
             logger.warning("stop_on_bad_line: false is deprecated. Write max_skipped: null.")
@@ -108,7 +105,8 @@ class JsonlReader(TextFilesReader, datatrove_jsonl.JsonlReader):  # type: ignore
             if line.startswith(codecs.BOM_UTF8):  # of the file, or of an appended file
                 return self.parse_row(line.removeprefix(codecs.BOM_UTF8), name)
             refuse_pointer(line, name)
-            if _opens_array(line.strip()):  # else each line except the last would be damaged
+            # Else each line of an array except the last would be damaged.
+            if line.strip() == b"[" or line.lstrip().startswith(b"[{"):
                 refuse_array(self, name)
             problem = str(error)
             if line.strip() == b"{":
@@ -116,9 +114,9 @@ class JsonlReader(TextFilesReader, datatrove_jsonl.JsonlReader):  # type: ignore
             elif "UTF-8" in problem:
                 problem += f". Set encoding: {likely_encoding(line)}, or the encoding that it has"
             return BadRow(problem, line[:60].decode(errors="replace").rstrip())
+        if isinstance(data, list) and any(isinstance(element, dict) for element in data):
+            refuse_array(self, name)  # else a whole file would be one damaged line
         if not isinstance(data, dict):
-            if _holds_objects(data):  # else a whole file would be one damaged line
-                refuse_array(self, name)
             return BadRow(f"{type(data).__name__}, not an object")
         try:
             if isinstance(data.get("media"), list):
@@ -145,19 +143,6 @@ def _decode_media(media: Any) -> None:
                 entry["media_bytes"] = base64.decodebytes(entry["media_bytes"].encode("ascii"))
             except ValueError as error:
                 raise DocumentNotSerializable(f"media_bytes is no base64: {error}") from None
-
-
-def _holds_objects(data: object) -> bool:
-    return isinstance(data, list) and any(isinstance(element, dict) for element in data)
-
-
-def _opens_array(line: bytes) -> bool:
-    if not line.startswith(b"["):
-        return False
-    try:
-        return line == b"[" or _holds_objects(orjson.loads(line.removesuffix(b",") + b"]"))
-    except orjson.JSONDecodeError:
-        return False
 
 
 def _read_exactly(file: IO[bytes], count: int, name: str) -> bytes:

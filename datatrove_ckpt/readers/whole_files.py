@@ -42,6 +42,7 @@ class TextReader(TextFilesReader, BaseDiskReader):  # type: ignore[misc, unused-
     suffixes = ".txt .text .md .rst .html .htm"
     has_rows = False
     compression = "infer"
+    omitted = ("types",)
     _order_options = (*SeekingReader._order_options, "encoding")
 
     def blocks(self, name: str, file_position: FilePosition) -> Iterator[RowBlock]:

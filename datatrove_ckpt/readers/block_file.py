@@ -225,30 +225,11 @@ def _python_rows(batch: pa.Table, name: str) -> list[Row]:
 
 
 def _refuse_lost_digits(column: pa.ChunkedArray) -> None:
-    if any(kind in str(column.type) for kind in _SHORTER):
-        for leaf in _leaves(column):
-            if str(leaf.type) in _SHORTER:
-                leaf.cast(_SHORTER[str(leaf.type)])
-
-
-def _leaves(column: pa.Array) -> Iterator[pa.Array]:
-    parts = []
-    if isinstance(column, pa.ChunkedArray):
-        parts = column.chunks
-    elif isinstance(column, pa.DictionaryArray):
-        parts = [column.dictionary]
-    elif isinstance(column, pa.RunEndEncodedArray):
-        parts = [column.values]
-    elif isinstance(column, pa.MapArray):
-        parts = [column.keys, column.items]
-    elif isinstance(column, pa.StructArray):
-        parts = column.flatten()
-    elif hasattr(column, "flatten"):
-        parts = [column.flatten()]
-    else:
-        yield column
-    for part in parts:
-        yield from _leaves(part)
+    kind = str(column.type)
+    if kind in _SHORTER:
+        column.cast(_SHORTER[kind])
+    elif any(shorter in kind for shorter in _SHORTER):
+        raise ValueError("nanoseconds within lists, structs and dictionaries")
 
 
 # Parquet ------------------------------------------------------------------------------------------
@@ -377,11 +358,9 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 class ArrowBlocks(TableFile):
     def __init__(self, folder: DataFolder, name: str) -> None:
         self.name = name
-        self._is_local = folder.is_local()
-        self._readers: dict[tuple[str, ...], pa.RecordBatchFileReader] = {}
-        self._last: tuple[object, pa.RecordBatch] = (None, None)
+        self._last: tuple[int, pa.RecordBatch] = (-1, None)
         with naming_damage(name):
-            if self._is_local:
+            if folder.is_local():
                 self._source = pa.memory_map(folder.resolve_paths(name))
             else:
                 self._source = open_input(folder, name)
@@ -404,10 +383,9 @@ class ArrowBlocks(TableFile):
             return self._index_of(self._groups())
 
     def drop_buffers(self) -> None:
-        self._last = (None, None)
+        self._last = (-1, None)
 
     def close(self) -> None:
-        self._readers = {}
         self.drop_buffers()
         self._source.close()
 
@@ -415,7 +393,7 @@ class ArrowBlocks(TableFile):
         for number, batch in self._batches(first, extent):
             extent.lengths[number] = batch.num_rows
             if number >= first:
-                self._last = ((number, ()), batch)
+                self._last = (number, batch)
                 yield number, batch.num_rows, batch.nbytes
 
     def _batches(self, first: int, extent: FileProgress) -> Iterator[tuple[int, pa.RecordBatch]]:
@@ -455,7 +433,7 @@ class ArrowBlocks(TableFile):
                 if self._is_stream:
                     rows = pa.ipc.read_record_batch(message, self.schema).num_rows
                 else:
-                    rows = self._batch(number, tuple(self.schema.names[:1])).num_rows
+                    rows = self._batch(number).num_rows
                 yield Group(rows, message.body.size, start)
                 number += 1
             start = end
@@ -465,20 +443,15 @@ class ArrowBlocks(TableFile):
             raise EOFError(f"only {number} of its record batches are there")
 
     def _read(self, part: int, row: int, rows: int, columns: Sequence[str] | None) -> pa.Table:
-        chosen: tuple[str, ...] = ()
-        # Choosing columns copies them out of a mapped file.
-        if columns is not None and not self._is_local and not self._is_stream:
-            chosen = tuple(columns)
-        key = (part, chosen)
-        if self._last[0] != key:
+        if self._last[0] != part:
             self.drop_buffers()
-            batch = self._batch(part, chosen)
+            batch = self._batch(part)
             if batch.num_rows != self.groups[part].rows:
                 raise changed_error(self.name)
-            self._last = (key, batch)
+            self._last = (part, batch)
         return pa.Table.from_batches([self._last[1].slice(row, rows)])
 
-    def _batch(self, number: int, columns: tuple[str, ...]) -> pa.RecordBatch:
+    def _batch(self, number: int) -> pa.RecordBatch:
         if self._is_stream:
             group = self.groups[number]
             self._source.seek(group.start)
@@ -486,13 +459,7 @@ class ArrowBlocks(TableFile):
             if message.type != "record batch" or message.body.size != group.bytes:
                 raise changed_error(self.name)
             return pa.ipc.read_record_batch(message, self.schema)
-        if not columns:
-            return self._reader.get_batch(number)
-        if columns not in self._readers:
-            fields = [self.schema.get_field_index(name) for name in columns]
-            options = pa.ipc.IpcReadOptions(included_fields=fields)
-            self._readers[columns] = pa.ipc.open_file(self._source, options=options)
-        return self._readers[columns].get_batch(number)
+        return self._reader.get_batch(number)
 
 
 def is_stream(file: IO[bytes], name: str) -> bool:

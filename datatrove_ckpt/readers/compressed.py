@@ -130,15 +130,17 @@ def open_content(
             # Decompressors may return less than requested, and may lack readline().
             file = stack.enter_context(DecompressedFile(_decompressed(file, codec, name), file))
         if encoding is not None:
-            recoded = _RecodedFile(file, encoding, name)
+            recoded = _RecodedFile(file, encoding)
             file = stack.enter_context(DecompressedFile(recoded, getattr(file, "stored", file)))
         try:
             yield file  # a file of 0 bytes is empty, although its compression would need a header
-        except UnicodeDecodeError as error:
-            likely = likely_encoding(error.object)
+        except UnicodeError as error:
+            likely = "utf-16-le"  # of a text that lacks its byte order mark
+            if isinstance(error, UnicodeDecodeError):
+                likely = likely_encoding(error.object)
             raise file_error(
                 name,
-                f"is not {error.encoding}: {error}",
+                f"is not {encoding or 'utf-8'}: {error}",
                 f"Set encoding: {likely}, or the encoding that it has, or convert it (iconv -f "
                 f"{likely} -t utf-8)",
             ) from error
@@ -167,25 +169,13 @@ class _ConvertedFile(io.RawIOBase):
 
 
 class _RecodedFile(_ConvertedFile):
-    """Reads a text as UTF-8.
+    """Reads a text as UTF-8."""
 
-    Raises:
-        InputError: a text in UTF-16 has no byte order mark.
-    """
-
-    def __init__(self, file: IO[bytes], encoding: str, name: str) -> None:
+    def __init__(self, file: IO[bytes], encoding: str) -> None:
         self._text = io.TextIOWrapper(file, encoding, newline="")
-        self._name = name
 
     def _fill(self) -> bool:
-        try:
-            text = self._text.read(2**14)
-        except UnicodeDecodeError:
-            raise
-        except UnicodeError as error:
-            advice = "Set encoding: utf-16-le or utf-16-be, or the encoding that it has"
-            raise file_error(self._name, f"is not utf-16: {error}", advice) from error
-        self._waiting = memoryview(text.encode())
+        self._waiting = memoryview(self._text.read(2**14).encode())
         return bool(self._waiting)
 
 

@@ -394,7 +394,7 @@ def test_a_file_whose_name_is_not_utf_8_is_named(tmp_path):
 
 def test_a_text_in_utf_16_without_a_byte_order_mark_is_refused(tmp_path):
     (tmp_path / "a.csv").write_text("text,id\na,b\n")
-    with pytest.raises(InputError, match=r"'a.csv' is not utf-16: .*Set encoding: utf-16-le or"):
+    with pytest.raises(InputError, match=r"'a.csv' is not utf-16: .*Set encoding: utf-16-le, or"):
         list(CSVReader(tmp_path.as_posix(), encoding="utf-16").run())
 
 

@@ -182,9 +182,8 @@ class DatasetInputs(InputFiles):
                 retrying.http_status(error) is None and not isinstance(error, OSError)
             ):
                 raise
-            raise InputError(
-                explain_hub_error(match["repository"], error, match["commit"])
-            ) from error
+            dataset = f"The dataset {match['repository']!r}"
+            raise InputError(explain_hub_error(dataset, error, match["commit"])) from error
         infos = {f"hf://{info['name']}": info for info in listed}
         if url not in infos:
             raise FileNotFoundError(self.urls[index])
@@ -419,7 +418,9 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         except (CkptError, ImportError):
             raise
         except Exception as error:
-            raise InputError(explain_hub_error(self.dataset, error, commit)) from error
+            raise InputError(
+                explain_hub_error(f"The dataset {self.dataset!r}", error, commit)
+            ) from error
         if isinstance(dataset, dict):
             raise InputError(
                 f"The dataset {self.dataset!r} has several splits, and dataset_options names none. "
@@ -485,7 +486,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         except Exception as error:
             if type(error).__name__ == "OfflineModeIsEnabled":
                 return None  # datasets may have it in its cache
-            raise InputError(explain_hub_error(self.dataset, error)) from error
+            raise InputError(explain_hub_error(f"The dataset {self.dataset!r}", error)) from error
         return str(info.sha)
 
     def _repository(self) -> str | None:

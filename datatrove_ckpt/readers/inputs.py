@@ -43,7 +43,7 @@ from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.common import JsonObject, retrying
 from datatrove_ckpt.common.counts import InputPosition, SkippedLines
-from datatrove_ckpt.common.retrying import http_status, hub_refusal, library_line
+from datatrove_ckpt.common.retrying import hub_refusal, library_line
 from datatrove_ckpt.common.threads import context_thread, in_threads
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, CkptError, InputError
 from datatrove_ckpt.readers.shard_record import FileRecord, ReaderRecord, plain_settings
@@ -348,22 +348,19 @@ ALL_ROWS = (0, 1)
 """The share of rows that is all rows: every first row, from row 0 on."""
 
 
-_MISSING = (FileNotFoundError, PermissionError)
-
-
-def explain_hub_error(dataset: str, error: BaseException, commit: str | None = None) -> str:
+def explain_hub_error(subject: str, error: BaseException, commit: str | None = None) -> str:
     if commit and type(error).__name__ == "RevisionNotFoundError":
         return (
-            f"The dataset {dataset!r} has no commit {commit} any more, with which this run began. "
-            "Restore it (by a branch or tag that holds it), or start over in other folders."
+            f"{subject} has no commit {commit} any more, with which this run began. Restore it (by "
+            "a branch or tag that holds it), or start over in other folders."
         )
     refused = hub_refusal(error)
     if refused:
-        return f"The dataset {dataset!r} cannot be opened: {refused}."
+        return f"{subject} cannot be read: {refused}."
     return (
-        f"The dataset {dataset!r} cannot be opened: {one_line(error)}. Correct dataset and "
-        "dataset_options, or check the network and HF_ENDPOINT; for a private or gated dataset, "
-        "set HF_TOKEN."
+        f"{subject} cannot be read: {one_line(error)}. Correct its name or URL, the branch, tag or "
+        "commit, and dataset_options; or check the network and HF_ENDPOINT; for a private or gated "
+        "repository, set HF_TOKEN."
     )
 
 
@@ -412,11 +409,10 @@ def naming_hub_input(folder: DataFolder, name: str = "", missing: bool = True) -
                 "endpoint and the network."
             ) from error
         of_the_client = type(error).__module__.startswith(("huggingface_hub", "httpx"))
-        if not is_on_hub(folder) or not (
-            of_the_client or (missing and isinstance(error, _MISSING))
-        ):
+        is_missing = missing and isinstance(error, FileNotFoundError | PermissionError)
+        if not is_on_hub(folder) or not (of_the_client or is_missing):
             raise
-        raise InputError(_explain_folder(_described(folder, name), error)) from error
+        raise InputError(explain_hub_error(_described(folder, name), error)) from error
 
 
 def refuse_equal_names(names: Sequence[str], file: str) -> None:
@@ -436,25 +432,6 @@ def _described(folder: DataFolder, name: str) -> str:
     if name:
         return f"The input file {name!r} in {folder_url}"
     return f"The input {folder_url!r}"
-
-
-def _explain_folder(subject: str, error: BaseException) -> str:
-    refused = hub_refusal(error)
-    if refused:
-        return f"{subject} cannot be read: {refused}."
-    subject += f" cannot be read: {one_line(error)}."
-    kind = type(error).__name__
-    if "Revision" in kind or "(revision not found)" in str(error):
-        return f"{subject} Correct the branch, tag or commit after the @ in the input's URL."
-    if "EntryNotFound" in kind or isinstance(error, _MISSING) or http_status(error) == 404:
-        return (
-            f"{subject} Correct the input's URL, or restore what is gone; for a private or gated "
-            "repository, set HF_TOKEN."
-        )
-    return (
-        f"{subject} Check the network, HF_ENDPOINT and https://status.huggingface.co, and run the "
-        "same command again."
-    )
 
 
 _SAMPLE = 2**16

@@ -83,7 +83,7 @@ def test_another_revision_is_refused(hub):
             None,
             r"the hub wants a valid token .*: log in \(hf auth login, or export HF_TOKEN\)",
         ),
-        (404, None, r"Correct dataset and dataset_options.*HF_TOKEN"),
+        (404, None, r"Correct its name or URL, .* and dataset_options; .*HF_TOKEN"),
         (
             404,
             "RevisionNotFound",
@@ -148,7 +148,10 @@ def refused(hub, place):
             "org/input/other",
             "the folder does not exist there, or glob_pattern fits none. Correct the path",
         ),
-        ("org/input@v2/part", "Correct the branch, tag or commit after the @ in the input's URL."),
+        (
+            "org/input@v2/part",
+            "Correct its name or URL, the branch, tag or commit, and dataset_options;",
+        ),
     ],
 )
 def test_a_folder_that_is_not_there(hub, place, advice):

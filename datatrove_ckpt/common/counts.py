@@ -64,13 +64,13 @@ def labelled(key: str, prometheus: str = "") -> Any:
     return field(default_factory=Counter, kw_only=True, metadata={"display": display})
 
 
-def _plus(value: Any, other: Any) -> Any:
+def _plus(value: object, other: Any) -> object:
     if isinstance(value, bool):
         return value and other
     return value + other
 
 
-def _minus(value: Any, other: Any) -> Any:
+def _minus(value: object, other: Any) -> object:
     if isinstance(value, Counter):
         return type(value)(value - other)
     return max(0, value - other)
@@ -98,7 +98,7 @@ class Counts:
     def __mul__(self, factor: float) -> Self:
         return type(self)(*(value * factor for value in self.fields().values()))
 
-    def _with(self, operation: Callable[[Any, Any], Any], other: object) -> Self:
+    def _with(self, operation: Callable[[object, object], Any], other: object) -> Self:
         values = self.fields()
         for name, value in values.items():
             values[name] = operation(value, getattr(other, name))

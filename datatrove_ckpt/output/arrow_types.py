@@ -120,7 +120,7 @@ def _type_of_one(kind: type, values: list[Any], column: str, input_types: Types)
     return unified
 
 
-def holds(kind: DataType, values: Collection[Any]) -> bool:
+def holds(kind: DataType, values: Collection[object]) -> bool:
     if _UUID in str(kind) and str(kind) != _UUID:
         return False  # Arrow makes no lists and structs of them from values
     try:
@@ -161,13 +161,13 @@ def altered_values(kind: DataType, values: Collection[Any], loosely: bool = Fals
     return [value for value, back in pairs if not _is_same(value, back, loosely)]
 
 
-def to_arrow(kind: DataType, values: list[Any]) -> Any:
+def to_arrow(kind: DataType, values: list[object]) -> Any:
     if has_other_form(kind):
         values = [for_arrow(value, kind) for value in values]
     return pa.array(values, kind)
 
 
-def _is_same(value: Any, stored: Any, loosely: bool) -> bool:
+def _is_same(value: object, stored: Any, loosely: bool) -> bool:
     if isinstance(value, np.ndarray) and loosely:
         if is_vector(value) and isinstance(stored[0], float):
             return True
@@ -214,14 +214,14 @@ def _is_equal(value: object, stored: object) -> bool:
     return bool(_in_utc(value) == _in_utc(stored)) or (value != value and stored != stored)
 
 
-def _in_utc(value: Any) -> Any:
+def _in_utc(value: object) -> object:
     """Converts a time: in an hour that clocks repeat, times of two zones are never equal."""
     if isinstance(value, datetime) and value.tzinfo is not None:
         return value.astimezone(UTC)
     return value
 
 
-def _at_midnight(value: Any) -> Any:
+def _at_midnight(value: object) -> object:
     if isinstance(value, date) and not isinstance(value, datetime):
         return datetime.combine(value, time())
     return value
@@ -362,7 +362,7 @@ def _unite_leaves(old: DataType, new: DataType) -> "DataType | None":
         return None
 
 
-def with_float32(value: Any, kind: DataType) -> Any:
+def with_float32(value: Any, kind: DataType) -> object:
     """Returns the value with float32 numbers and vectors as numpy's: writers keep that type."""
     if value is None:
         return None

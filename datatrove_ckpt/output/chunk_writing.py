@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from datatrove.data import Document
 from datatrove.io import DataFolder
@@ -342,7 +342,7 @@ def omit_dictionaries(writer: DiskWriter) -> None:
     """
     write = writer._write
 
-    def write_row(row: Row, file: Any, filename: str) -> None:
+    def write_row(row: Row, file: object, filename: str) -> None:
         name = filename
         if writer.max_file_size > 0:
             name = writer._get_filename_with_file_id(filename)

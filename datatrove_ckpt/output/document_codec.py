@@ -556,7 +556,7 @@ def wrap_deep(value: object, other: Other, depth: int = _DEEPEST) -> object:
     return {TAG: [name, wrap(inner)]}
 
 
-def _unwrap(value: Any, readers: dict[str, _Convert]) -> object:
+def _unwrap(value: object, readers: dict[str, _Convert]) -> object:
     if type(value) is dict:
         if TAG in value:
             name, inner = value[TAG]

@@ -92,10 +92,10 @@ class OutputStream:
         if "b" not in manager.mode:
             self._stream = io.TextIOWrapper(compressed, encoding="utf-8", newline="\n")
 
-    def write(self, data: Any) -> None:
+    def write(self, data: object) -> None:
         self._stream.write(data)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
 
     def count_row(self) -> None:

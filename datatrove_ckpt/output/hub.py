@@ -271,7 +271,7 @@ class HubFolder:
         from huggingface_hub.errors import EntryNotFoundError
 
         start = f"{self.path}/" if self.path else ""
-        entries: Iterable[Any]
+        entries: Iterable[object]
         try:
             if self.is_bucket:
                 entries = self.api().list_bucket_tree(
@@ -377,7 +377,7 @@ class HubFolder:
         files = {}
         for start in range(0, len(names), _PATHS_AT_ONCE):
             name_of = {self.full_name(name): name for name in names[start : start + _PATHS_AT_ONCE]}
-            entries: Iterable[Any]
+            entries: Iterable[object]
             if self.is_bucket:
                 entries = self.api().get_bucket_paths_info(self.repo, list(name_of))
             else:

@@ -398,7 +398,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             if not isinstance(document, SkippedLines):
                 yield document
 
-    def schemas(self) -> Iterable[tuple[str, Any]]:
+    def schemas(self) -> Iterable[tuple[str, object]]:
         """Yields the name and Arrow schema of each input file, if the format has schemas; otherwise
         the schema that ``types`` declares.
         """

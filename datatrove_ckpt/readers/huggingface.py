@@ -324,7 +324,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
             document.metadata.setdefault("dataset", source_file)
         return document
 
-    def schemas(self) -> Iterator[tuple[str, Any]]:
+    def schemas(self) -> Iterator[tuple[str, object]]:
         features = self.list_dataset().dataset.features
         if features is not None:
             yield self.dataset, features.arrow_schema

@@ -74,7 +74,7 @@ class JsonlReader(TextFilesReader, datatrove_jsonl.JsonlReader):  # type: ignore
     suffixes = ".jsonl .json .ndjson"
     grows = True
 
-    def __new__(cls, *arguments: object, **options: Any) -> Self:
+    def __new__(cls, *arguments: object, **options: object) -> Self:
         # datatrove reads the metadata of all installed packages to find orjson, which takes time.
         return object.__new__(cls)
 

@@ -63,7 +63,7 @@ def without_thoughts(text: str) -> str:
     return text
 
 
-def parsed_json(text: str) -> Any:
+def parsed_json(text: str) -> object:
     """Raises ValueError if the text is no JSON, or is too deep."""
     value = loads(text.encode(errors="surrogatepass"))
     if "N" in text or "I" in text:
@@ -167,7 +167,7 @@ def ends_in_blanks(text: str) -> bool:
 
 
 @lru_cache(maxsize=16)
-def _validator(schema: bytes) -> Any:
+def _validator(schema: bytes) -> object:
     try:
         from jsonschema.exceptions import SchemaError
         from jsonschema.validators import validator_for

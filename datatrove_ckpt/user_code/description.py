@@ -123,7 +123,7 @@ def is_of_user(file: str) -> bool:
     )
 
 
-def _root(label: str, thing: Any) -> CodeRoot | None:
+def _root(label: str, thing: object) -> CodeRoot | None:
     name = ""
     if isinstance(thing, types.ModuleType):
         files = [getattr(thing, "__file__", None)]
@@ -208,7 +208,7 @@ def written(value: Any) -> object:
     return name
 
 
-def _parts(thing: Any, is_users: bool) -> Mapping[Any, object]:
+def _parts(thing: object, is_users: bool) -> Mapping[Any, object]:
     if isinstance(thing, functools.partial):
         return {"": thing.func, **dict(enumerate(thing.args)), **thing.keywords}
     if isinstance(thing, types.MethodType | types.BuiltinMethodType):
@@ -217,7 +217,7 @@ def _parts(thing: Any, is_users: bool) -> Mapping[Any, object]:
         return {"(method)": thing.__name__, "": thing.__self__}
     if isinstance(thing, types.FunctionType):
         return {**dict(cells(thing)), **vars(thing)}
-    parts: dict[Any, object] = {}
+    parts: dict[object, object] = {}
     if isinstance(thing, type | types.ModuleType):
         return parts
     if isinstance(thing, Mapping):

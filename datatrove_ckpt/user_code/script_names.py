@@ -182,7 +182,7 @@ class _PickleScan:
             pickler.persistent_id = self._scan
             pickler.dump(value)
 
-    def _scan(self, value: Any) -> None:
+    def _scan(self, value: object) -> None:
         # The code of a function that is not written by its name; functions may share it.
         if function := self._functions.get(id(value)):
             self._check(function.__qualname__, _variables(function))

@@ -80,7 +80,7 @@ def parse(source: str) -> ast.Module:
     return tree
 
 
-def _compile(source: Any, flags: int) -> Any:
+def _compile(source: object, flags: int) -> Any:
     with _lock, warnings.catch_warnings():
         # As an error, a warning about an escape would hide the source.
         warnings.simplefilter("ignore")
@@ -116,7 +116,7 @@ def digest(*texts: str) -> str:
 # text that is equal on all Pythons ---------------------------------------------------------------
 
 
-def write_tree(node: Any) -> str:
+def write_tree(node: object) -> str:
     if isinstance(node, list):
         # {**x} has a key that is absent, {None: x} has the constant None.
         parts = [element for element in node if not isinstance(element, ast.Pass)]
@@ -172,7 +172,7 @@ class _Undocumented(ast.NodeTransformer):
     def __init__(self) -> None:
         self._fields = set[int]()
 
-    def visit(self, node: Any) -> Any:
+    def visit(self, node: Any) -> object:
         if isinstance(node, _DEFINITION) and ast.get_docstring(node, clean=False) is not None:
             node.body[0] = ast.Pass()
         if isinstance(node, ast.ClassDef):
@@ -228,7 +228,7 @@ class Statement:
         self.node = node
         self.is_definition = isinstance(node, _DEFINITION)
         self.is_import = isinstance(node, _IMPORT)
-        self._nodes: list[Any] = [*ast.walk(node)]
+        self._nodes: list[object] = [*ast.walk(node)]
         self._calls = self._of(ast.Call)
         self.words = {*map(name_of, self._nodes)} - {""}
         self.texts = {*map(_pattern, self._nodes)} - {""}
@@ -248,7 +248,7 @@ class Statement:
         passed = [part for call in passing for part in ast.walk(call)]
         self.passed = _chains_of(passed) - self.changes
 
-    def _changed_parts(self) -> list[Any]:
+    def _changed_parts(self) -> list[object]:
         changed = [part for part in self._of(_PART) if not isinstance(part.ctx, ast.Load)]
         for call in self._calls:
             if name_of(call) in _CHANGING:
@@ -374,14 +374,14 @@ class Statement:
         return False
 
 
-def name_of(node: Any) -> str:
+def name_of(node: object) -> str:
     if isinstance(node, ast.Call):
         return name_of(node.func)
     fields = [getattr(node, field, None) for field in ("id", "attr", "name", "arg")]
     return next((name for name in fields if isinstance(name, str)), "")
 
 
-def _pattern(node: Any) -> str:
+def _pattern(node: object) -> str:
     if isinstance(node, ast.JoinedStr):
         return "".join(_pattern(part) or "*" for part in node.values)
     value = getattr(node, "value", None)
@@ -392,7 +392,7 @@ def identifiers_of(node: ast.AST) -> set[str]:
     return {name_of(part) for part in ast.walk(node)} - {""}
 
 
-def chain_of(node: Any) -> Chain:
+def chain_of(node: object) -> Chain:
     """Returns the chain of a node: ``("a", "b")`` for ``a.b``, ``a.b[0]`` and ``a.b().c``."""
     attributes: Chain = ()
     while not isinstance(node, ast.Name):
@@ -410,7 +410,7 @@ def chain_of(node: Any) -> Chain:
     return (node.id, *attributes)
 
 
-def _chains_of(nodes: Iterable[Any]) -> set[Chain]:
+def _chains_of(nodes: Iterable[object]) -> set[Chain]:
     return {*map(chain_of, nodes)} - {()}
 
 

@@ -237,25 +237,6 @@ class HubFolder:
     def api_url(self) -> str:
         return f"{self.api().endpoint}/api/{self.kind}s/{self.repo}"
 
-    def advice(self, error: BaseException) -> str:
-        status = http_status(error)
-        if status == 401:
-            return (
-                "The token is wrong, or has expired. Export HF_TOKEN with a valid one, or run: "
-                "hf auth login."
-            )
-        if status == 403:
-            return (
-                f"The token may not write to {self.repo}. Take one of role write, or a "
-                f"fine-grained one with write access to {self.repo}, of a user who may write "
-                "there."
-            )
-        if status == 404 or isinstance(error, FileNotFoundError):
-            return "Restore or make the repository and the branch, or correct the output folder."
-        if isinstance(error, ImportError) or isinstance(error.__cause__, ImportError):
-            return "Install the extra hub."
-        return "Check the network, HF_ENDPOINT and https://status.huggingface.co."
-
     def full_name(self, name: str) -> str:
         return posixpath.normpath(posixpath.join(self.path, name))
 

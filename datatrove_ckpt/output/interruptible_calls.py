@@ -16,17 +16,22 @@ from datatrove_ckpt.output.hub import HubFolder, hub_failure
 T = TypeVar("T")
 
 
-def storage_advice(error: BaseException) -> str:
+def _advice(error: BaseException) -> str:
+    status = retrying.http_status(error)
     if retrying.lacks_credentials(error):
         return "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE."
-    if isinstance(error, PermissionError) or retrying.http_status(error) in (401, 403):
+    if isinstance(error, PermissionError) or status in (401, 403):
         return (
-            "Check the credentials, and what they allow. On S3 they need s3:PutObject, "
+            "Check the credentials, and what they allow. The hub needs HF_TOKEN, or a login (hf "
+            "auth login), with write access to the repository. S3 needs s3:PutObject, "
             "s3:GetObject, s3:ListBucket, s3:AbortMultipartUpload, s3:ListBucketMultipartUploads."
         )
-    if isinstance(error, FileNotFoundError) or retrying.http_status(error) == 404:
-        return "Make the bucket, or correct the output folder (on S3 also AWS_ENDPOINT_URL)."
-    return "Check the network and the server."
+    if isinstance(error, FileNotFoundError) or status == 404:
+        return (
+            "Make the bucket, or the repository and its branch, or correct the output folder (on "
+            "S3 also AWS_ENDPOINT_URL)."
+        )
+    return "Check the network, the server and its status page, and HF_ENDPOINT on the hub."
 
 
 class InterruptibleCalls:
@@ -35,11 +40,7 @@ class InterruptibleCalls:
     def __init__(self, location: str, hub: HubFolder | None = None) -> None:
         self.hub = hub
         self.location = location
-        self._explain = retrying.failure_line
-        self._advice = storage_advice
-        if hub is not None:
-            self._explain = hub_failure
-            self._advice = hub.advice
+        self._explain = retrying.failure_line if hub is None else hub_failure
         self._stopped: Future[Any] = Future()  # Any, because ``wait`` needs futures of one type
 
     @property
@@ -113,5 +114,5 @@ class InterruptibleCalls:
 
     def failed(self, problem: str, error: OSError) -> OutputFailed:
         advice = "Nothing that was saved is lost: run the same command again."
-        explained = f"{self._explain(error)}. {self._advice(error)}"
+        explained = f"{self._explain(error)}. {_advice(error)}"
         return OutputFailed(f"{self.location}: {problem}: {explained} {advice}")

@@ -243,11 +243,11 @@ def test_a_hub_that_shows_an_earlier_state_is_no_loss(hub, server, lag, monkeypa
     [
         (
             "commit",
-            r"cannot be claimed for this run: .*403.*The token may not write to org/data",
+            r"cannot be claimed for this run: .*403.*The hub needs HF_TOKEN",
         ),
         (
             "auth-check",
-            r"config: cannot be written to: the hub answers 403.*may not write to org/data",
+            r"config: cannot be written to: the hub answers 403.*The hub needs HF_TOKEN",
         ),
     ],
 )

@@ -35,7 +35,7 @@ def test_a_token_that_may_only_read(hub, monkeypatch):
     assert said.startswith(
         "hf://datasets/org/data/part: cannot be written to: the hub answers 403, Forbidden: you must use a write token"
     )
-    assert "Take one of role write, or a fine-grained one with write access to org/data" in said
+    assert "The hub needs HF_TOKEN, or a login (hf auth login), with write access" in said
 
 
 def test_no_token(hub, monkeypatch):

@@ -114,7 +114,7 @@ def test_a_repository_that_vanished_is_not_made_anew(cli, hub, server, monkeypat
     said = run(code=1)
     if complete:
         assert "hf://datasets/org/data/part: cannot be listed" in said
-        assert "Restore or make the repository" in said
+        assert "Make the bucket, or the repository and its branch" in said
     else:
         assert "there is no dataset repository org/data, or this token may not see it" in said
         assert "restore it, if the run has written there" in said

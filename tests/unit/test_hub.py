@@ -89,7 +89,7 @@ def test_waiting_that_the_hub_asked_for_costs_no_patience():
         attempts.failed("a commit", answer(503))
     said = str(CALLS.failed("a commit", raised.value))
     assert re.match(
-        r"hf://datasets/org/name: a commit: RuntimeError: 503 .*Check the network, HF_ENDPOINT",
+        r"hf://datasets/org/name: a commit: RuntimeError: 503 .*Check the network, the server",
         said,
     )
     attempts.succeeded()
@@ -102,7 +102,7 @@ def test_a_storage_that_goes_on_refusing_is_final():
         attempts.failed("an upload", refused)
     with pytest.raises(FileSystemFailed):
         attempts.failed("an upload", refused)
-    assert "The token may not write to org/name" in str(CALLS.failed("an upload", refused))
+    assert "The hub needs HF_TOKEN" in str(CALLS.failed("an upload", refused))
 
 
 def test_messages_show_no_signatures_and_say_what_comes_next(log):

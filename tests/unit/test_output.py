@@ -126,7 +126,7 @@ def test_a_listing_that_fails_for_now_is_tried_again(files, tmp_path, policy, mo
         (PermissionError("Access Denied."), "Access Denied. Check the credentials"),
         (
             FileNotFoundError("The bucket does not exist"),
-            "Make the bucket, or correct the output folder",
+            "Make the bucket, or the repository and its branch, or correct the output folder",
         ),
         (NoCredentialsError(), "Unable to locate credentials. Set AWS_ACCESS_KEY_ID"),
     ],

@@ -360,7 +360,7 @@ class SavedInput:
             folder = Path(origin.home).with_name(layout.KEPT_INPUT)
         files.disk.replace(record, os.fsencode(get_datafolder(str(folder)).resolve_paths("")))
 
-    def _save_table(self, table: Any) -> Path:
+    def _save_table(self, table: object) -> Path:
         path = self.folder / "rows.parquet"
         new = path.with_name(f"{path.name}.new")
         files.disk.make_dirs(path.parent)
@@ -382,7 +382,7 @@ class SavedInput:
         files.disk.remove(new)
         return _compared(path, is_equal)
 
-    def _with_index(self, frame: Any, path: Path) -> Any:
+    def _with_index(self, frame: Any, path: Path) -> object:
         """Returns a DataFrame with its index as a column, unless the index only counts the rows, or
         the run has begun without that column.
         """

@@ -373,7 +373,7 @@ class LinesAboveBar:
             self._terminal.print(pending)
         self.stream.flush()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.stream, name)
 
 

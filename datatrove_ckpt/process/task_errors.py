@@ -98,7 +98,7 @@ def task_of_many(yes: bool) -> Iterator[None]:
         _of_many = before
 
 
-def _patch(theirs: Callable[[Any], None] | None, record: Any) -> None:
+def _patch(theirs: Callable[[object], None] | None, record: Any) -> None:
     if theirs is not None:
         theirs(record)
     # The terminal shows INFO and above while a task runs, the log file all, with this name.

@@ -59,7 +59,7 @@ class TaskList:
     """
 
     _tasks: Iterator[int]
-    _done: Callable[[int, Any], None]
+    _done: Callable[[int, object], None]
 
     def next(self) -> int | None:
         return next(self._tasks, None)
@@ -67,7 +67,7 @@ class TaskList:
     async def wait_for_next(self) -> int | None:
         return await asyncio.to_thread(self.next)
 
-    def done(self, task: int, result: Any) -> None:
+    def done(self, task: int, result: object) -> None:
         if result is not None:
             self._done(task, result)
 

@@ -402,7 +402,7 @@ class TrainingCheckpoints:
         epoch: int | None = None,
         metrics: Mapping[str, float] | None = None,
         writer: Writer | None = None,
-        **states: Any,
+        **states: object,
     ) -> None:
         """Saves now. Waits for the previous save, if that is still being written.
 
@@ -488,7 +488,7 @@ class TrainingCheckpoints:
 
     def _gather(
         self, own_input: Contents | None, states: sharded.States, alike: Contents, parts: Contents
-    ) -> tuple[list[Any], list[Any], str]:
+    ) -> tuple[list[object], list[object], str]:
         outlines = {key: sharded.outline(state) for key, state in alike.items()}
         for key, state in parts.items():  # stages of a pipeline name other parameters
             outlines[key] = sharded.outline(state, sharded.VALUES)
@@ -705,7 +705,7 @@ class TrainingCheckpoints:
         loader: DataLoader | None = None,
         reader: Writer | None = None,
         weights_only: bool = False,
-        **states: Any,
+        **states: object,
     ) -> int | None:
         """Restores a whole step. Logs which newer steps are damaged, and why. If no step is whole,
         restores one in which at least the given parts are.
@@ -949,7 +949,7 @@ class TrainingCheckpoints:
         loader: DataLoader | None = None,
         skip_input: bool = True,
         reader: Writer | None = None,
-        **states: Any,
+        **states: object,
     ) -> int:
         """Goes back to an older step, after a spike of the loss.
 

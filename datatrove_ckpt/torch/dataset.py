@@ -108,7 +108,7 @@ def json_row(row: Row) -> Row:
     return {name: _json_value(value) for name, value in row.items()}
 
 
-def _json_value(values: Any) -> Any:
+def _json_value(values: object) -> object:
     if type(values) is not list or not values or type(values[0]) not in (int, float):
         return values
     kinds = set(map(type, values))
@@ -554,7 +554,7 @@ class Epoch(Iterator[object]):
 Stage = Callable[[Iterator[Any]], Iterator[Any]]
 
 
-def _apply(function: Callable[[Any], object], sample: object) -> object:
+def _apply(function: Callable[[object], object], sample: object) -> object:
     result = function(sample)
     if isinstance(sample, dict) and isinstance(result, dict):
         return sample | result
@@ -573,7 +573,7 @@ class Batched:
     size: int
     drop_last: bool
 
-    def __call__(self, samples: Iterator[Any]) -> Iterator[object]:
+    def __call__(self, samples: Iterator[object]) -> Iterator[object]:
         return map(_joined, iter(partial(self._take, samples), []))
 
     def count(self, samples: int) -> int:
@@ -581,7 +581,7 @@ class Batched:
             return samples // self.size
         return -(-samples // self.size)
 
-    def _take(self, samples: Iterator[Any]) -> list[Any]:
+    def _take(self, samples: Iterator[object]) -> list[object]:
         batch = list(islice(samples, self.size))
         if self.drop_last and len(batch) < self.size:
             return []

@@ -75,7 +75,7 @@ class Policy:
         check(type(self), vars(self))
 
     @property
-    def parts(self) -> tuple[Any, ...]:
+    def parts(self) -> tuple[object, ...]:
         return tuple(getattr(self, "_parts", (self,)))
 
     def __or__(self, other: "Policy") -> "AnyOf":

@@ -93,7 +93,7 @@ def give(state: Any, saved: Any) -> None:
     for key in state.keys() - saved.keys():
         del state[key]
     for key, value in saved.items():
-        current: Any = state.get(key)
+        current: object = state.get(key)
         if isinstance(current, dict) and isinstance(value, dict):
             give(current, value)
         elif not isinstance(current, torch.Tensor) or not isinstance(value, torch.Tensor):

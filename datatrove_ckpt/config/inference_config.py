@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -354,10 +354,20 @@ class InferenceConfig:
         endpoint with the same URL ends in its number. Endpoints of ``endpoint_url``, which may be
         set later, have equal weights.
         """
+        endpoints: list[EndpointConfig] | list[JsonObject]
         if self.endpoints is None:
-            urls = self.urls
-            return self._named(EndpointConfig(url, self.api_key_env, weight=1.0) for url in urls)
-        return self._named_endpoints
+            endpoints = [EndpointConfig(url, self.api_key_env, weight=1.0) for url in self.urls]
+        else:
+            endpoints = self.endpoints
+        named: dict[str, EndpointConfig] = {}
+        for endpoint in endpoints:
+            assert isinstance(endpoint, EndpointConfig)
+            url = endpoint.url.partition("?")[0]
+            name = f"{url} {len(named) + 1}" if url in named else url
+            model = endpoint.model or self.model_name_or_path
+            prices = self.prices if endpoint.prices is None else endpoint.prices
+            named[name] = replace(endpoint, model=model, prices=prices)
+        return named
 
     def naming_endpoints(self) -> InferenceConfig:
         """Returns the config with ``endpoint_url`` as ``endpoints``, whose answers have their
@@ -370,21 +380,6 @@ class InferenceConfig:
         return naming
 
     @cached_property
-    def _named_endpoints(self) -> dict[str, EndpointConfig]:
-        return self._named(self.endpoints or ())
-
-    def _named(self, endpoints: Iterable[object]) -> dict[str, EndpointConfig]:
-        model = self.model_name_or_path
-        named: dict[str, EndpointConfig] = {}
-        for endpoint in endpoints:
-            assert isinstance(endpoint, EndpointConfig)
-            url = endpoint.url.partition("?")[0]
-            name = f"{url} {len(named) + 1}" if url in named else url
-            prices = self.prices if endpoint.prices is None else endpoint.prices
-            named[name] = replace(endpoint, model=endpoint.model or model, prices=prices)
-        return named
-
-    @cached_property
     def other_models(self) -> list[str]:
         if self.endpoints is None:
             return []
@@ -392,19 +387,20 @@ class InferenceConfig:
         return sorted(models - {self.model_name_or_path})
 
     def prices_at(self, endpoint: str) -> JsonObject:
-        prices = self.prices
-        if self.endpoints is not None:
-            ends = self._named_endpoints
-            prices = next((end.prices for end in ends.values() if end.prices), None)
-            if endpoint in ends:
-                prices = ends[endpoint].prices
-        return prices or {}
+        if self.endpoints is None:
+            return self.prices or {}
+        first = next(filter(None, self._prices.values()), {})
+        return self._prices.get(endpoint, first)
+
+    @cached_property
+    def _prices(self) -> dict[str, JsonObject]:
+        return {name: end.prices or {} for name, end in self.endpoints_by_name.items()}
 
     @property
     def all_prices(self) -> list[JsonObject]:
         if self.endpoints is None:
             return [self.prices_at("")]
-        return [self.prices_at(name) for name in self.endpoints_by_name]
+        return [*self._prices.values()]
 
     def cost(self, tokens: Tokens, tier: str, endpoint: str) -> int:
         """Returns the price of an answer, in billionths."""

@@ -154,10 +154,10 @@ def test_a_server_with_other_settings_is_stopped_before_the_new_one_starts(
 def test_nothing_of_warm_servers_is_pickled_or_shown():
     step = runner()
     step.run([Document(text="a", id="a")], 0, 9)
-    (kept,) = host._warm.values()
-    key = kept.servers[0].api_key
+    ((settings, (server,)),) = host._warm.values()
+    key = server.api_key
     assert key is not None
-    assert key.reveal() not in repr(kept) + repr(vars(kept.servers[0])) + repr(kept.settings)
+    assert key.reveal() not in repr(server) + repr(vars(server)) + settings
     assert key.reveal().encode() not in pickle.dumps(step)
 
 

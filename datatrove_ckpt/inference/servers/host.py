@@ -34,7 +34,6 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Collection,
     Iterable,
     Iterator,
     Sequence,
@@ -544,18 +543,12 @@ def _with_environment(url: str) -> HiddenUrl:
     return HiddenUrl(_VARIABLE.sub(lambda name: os.environ[name[1]].strip(), url), url)
 
 
-@dataclass
-class ServerSet:
-    """The servers of one model. ``settings``: hash of ``server_settings``."""
-
-    settings: str
-    servers: list[InferenceServer]
-
-
+Replicas = list[InferenceServer]
 # A signal handler may close the servers while its thread holds the lock.
 _lock = threading.RLock()
-_warm: dict[str, ServerSet] = {}
-_of_parents: list[ServerSet] = []  # Python warns of a collected object of a running process
+_warm: dict[str, tuple[str, Replicas]] = {}
+"""Hash of ``server_settings`` and servers, by the model's name."""
+_of_parents: list[object] = []  # Python warns of a collected object of a running process
 
 
 def _forget() -> None:
@@ -598,12 +591,12 @@ def server_settings(config: InferenceConfig, gpus: Sequence[int]) -> str:
     return xxhash.xxh3_128_hexdigest(repr(parts).encode())
 
 
-def _keep(servers: ServerSet) -> bool:
-    model = servers.servers[0].config.name
+def _keep(settings: str, servers: Replicas) -> bool:
+    model = servers[0].config.name
     with _lock:
-        if model in _warm or not any(server.is_running for server in servers.servers):
+        if model in _warm or not any(server.is_running for server in servers):
             return False
-        _warm[model] = servers
+        _warm[model] = settings, servers
         _end_with_process(os.getpid())
     return True
 
@@ -625,11 +618,10 @@ def close_warm_servers() -> None:
     Call this before ``os._exit``, or before other work after the last rank. Any thread may call it
     at any time.
     """
-    _stop(_take_all().values())
+    _stop([server for _, servers in _take_all().values() for server in servers])
 
 
-def _stop(sets: Collection[ServerSet]) -> None:
-    servers = [server for server_set in sets for server in server_set.servers]
+def _stop(servers: Replicas) -> None:
     for server in servers:
         server.request_stop()
     for server in servers:
@@ -637,7 +629,7 @@ def _stop(sets: Collection[ServerSet]) -> None:
         server.lease.close()
 
 
-def _take_all() -> dict[str, ServerSet]:
+def _take_all() -> dict[str, tuple[str, Replicas]]:
     with _lock:
         warm = dict(_warm)
         _warm.clear()
@@ -659,39 +651,38 @@ class RankModels:
         self._configs = [config for config in configs if config.server_type != "endpoint"]
         self._lock = asyncio.Lock()
         self._settings: dict[str, str | None] = {}
-        self._warm: dict[str, ServerSet] = {}
+        self._warm: dict[str, Replicas] = {}
         self._leases: dict[str, list[GpuLease]] | None = None
 
-    async def get(self, config: InferenceConfig) -> tuple[list[InferenceServer], list[GpuLease]]:
+    async def get(self, config: InferenceConfig) -> tuple[Replicas, list[GpuLease]]:
         """Returns servers of the rank before, or leases for new servers. The caller must close
         them.
         """
         async with self._lock:
             if self._leases is None:
                 self._leases = await self._find()
-        warm = self._warm.pop(config.name, None)
-        return warm.servers if warm else [], self._leases.pop(config.name, [])
+        return self._warm.pop(config.name, []), self._leases.pop(config.name, [])
 
-    def keep(self, servers: list[InferenceServer]) -> bool:
+    def keep(self, servers: Replicas) -> bool:
         settings = self._settings[servers[0].config.name]
-        return settings is not None and _keep(ServerSet(settings, servers))
+        return settings is not None and _keep(settings, servers)
 
     def close(self) -> None:
         for servers in self._warm.values():
-            if not _keep(servers):
-                _stop([servers])
+            if not self.keep(servers):
+                _stop(servers)
         for lease in chain(*(self._leases or {}).values()):
             lease.close()
 
     async def _find(self) -> dict[str, list[GpuLease]]:
         for config in self._configs:
             self._settings[config.name] = await in_own_thread(self._settings_of, config)
-        unfit = []
-        for name, warm in _take_all().items():
-            if warm.settings == self._settings.get(name):
-                self._warm[name] = warm
-                continue
-            unfit.append(warm)
+        unfit: Replicas = []
+        for name, (settings, servers) in _take_all().items():
+            if settings == self._settings.get(name):
+                self._warm[name] = servers
+            else:
+                unfit += servers
         await in_own_thread(_stop, unfit)
         return await lease_gpus(self._configs, self._warm)
 

@@ -411,16 +411,6 @@ DocumentTally = tuple[Outcome, tuple[int, ...], DocumentWork | None, dict[str, i
 """Outcome, ``numbers``, ``work`` and ``reasons`` of a ``FinishedDocument``."""
 
 
-def _tokens_of(documents: Iterable[DocumentTally]) -> list[int]:
-    tokens: list[int] = []
-    for _, numbers, work, _ in documents:
-        if work is not None:
-            tokens += work.tokens
-        elif numbers[0]:
-            tokens += numbers[1:3]
-    return tokens
-
-
 @dataclass(slots=True, frozen=True)
 class DocumentCounts(Counts):
     """Numbers of documents by outcome, and of their requests, tokens and answers. Earlier releases
@@ -621,7 +611,12 @@ class CompletedWork(Counts):
 
     @classmethod
     def of(cls, documents: Sequence[DocumentTally]) -> Self:
-        tokens = _tokens_of(documents)
+        tokens: list[int] = []
+        for _, numbers, work, _ in documents:
+            if work is not None:
+                tokens += work.tokens
+            elif numbers[0]:
+                tokens += numbers[1:3]
         return cls(DocumentCounts.of(documents, tokens), WorkStats.of(documents, tokens))
 
     def of_retry(self) -> Self:

@@ -277,16 +277,17 @@ class JudgeRollout(PromptRollout):
     def __post_init__(self) -> None:
         if self.judge_prompt is None:
             raise ConfigError("judge_prompt: is missing; it is the judge's user message.")
+        shows_answer = _ANSWER in parse(self.judge_prompt, "judge_prompt")
         if self.prompt is None:
             for name in ("system_prompt", "generation_params", "json_schema", "regex", "choice"):
                 if getattr(self, name):
                     raise ConfigError(f"{name}: is for the answer that is judged; also set prompt.")
-            if _ANSWER in parse(self.judge_prompt, "judge_prompt"):
+            if shows_answer:
                 raise ConfigError(
                     "judge_prompt: {answer} is the answer to prompt; set prompt (or "
                     "{metadata[answer]})."
                 )
-        elif _ANSWER not in parse(self.judge_prompt, "judge_prompt"):
+        elif not shows_answer:
             raise ConfigError(
                 "judge_prompt: has no {answer}, so the judge would not see the answer."
             )

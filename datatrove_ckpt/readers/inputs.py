@@ -294,10 +294,6 @@ def job_revisions() -> Revisions | None:
     return _thread.readings[-1].revisions
 
 
-def in_pipeline() -> bool:
-    return bool(_thread.readings)
-
-
 def saved_skipped(state: ReaderState | None) -> SkippedLines:
     if state is None or "file" not in state:
         return SkippedLines()
@@ -450,7 +446,7 @@ _TAGS = (
 
 def position_mismatch(problem: str, advice: str = "Restore it") -> CheckpointMismatch:
     """The remedy is other folders in a pipeline, and to drop the state in a training."""
-    if in_pipeline():
+    if _thread.readings:
         return CheckpointMismatch(f"{problem} {advice}.", starts_over="with old results")
     return CheckpointMismatch(
         f"{problem} {advice}, or start from the beginning, without the saved state."

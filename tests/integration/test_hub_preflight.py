@@ -70,7 +70,7 @@ def test_a_bucket_that_is_missing(hub, log):
 
 def test_a_missing_branch_stops_a_rank_before_the_first_request(tmp_path, hub, server):
     hub.create_repo("org/data")
-    with pytest.raises(OutputFailed, match="make the repository and the branch"):
+    with pytest.raises(OutputFailed, match="or the repository and its branch"):
         run_rank(tmp_path, server, "hf://datasets/org/data@v2/part")
     assert not server.payloads
 

@@ -333,4 +333,4 @@ class HashedFile(io.RawIOBase):
             os.close(self._fd)
 
     def hexdigest(self) -> str:
-        return str(self._hash.hexdigest())
+        return self._hash.hexdigest()

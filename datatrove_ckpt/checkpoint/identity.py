@@ -79,7 +79,7 @@ class RunIdentity:
 
     @property
     def digest(self) -> str:
-        return str(xxhash.xxh3_64_hexdigest(comparable("", self.stored)))
+        return xxhash.xxh3_64_hexdigest(comparable("", self.stored))
 
 
 def fields_without_secrets(fields: Json) -> Json:

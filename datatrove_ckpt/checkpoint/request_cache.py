@@ -39,7 +39,7 @@ from datatrove_ckpt.errors import CheckpointLocked, StorageFailed
 
 def payload_hash(payload: bytes) -> str:
     """Returns the xxh128 of a final payload, which is JSON with sorted keys."""
-    return str(xxhash.xxh3_128_hexdigest(payload))
+    return xxhash.xxh3_128_hexdigest(payload)
 
 
 _PIECE = ":"

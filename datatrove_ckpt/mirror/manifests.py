@@ -384,7 +384,7 @@ class VersionStore:
         strong = ""
         if self._signer.is_on:
             strong = hashlib.sha256(data).hexdigest()
-        return FilePart(name, len(data), str(xxhash.xxh3_128_hexdigest(data)), strong)
+        return FilePart(name, len(data), xxhash.xxh3_128_hexdigest(data), strong)
 
     def read_object(self, part: FilePart) -> bytes:
         for folder in ("objects", "copies"):

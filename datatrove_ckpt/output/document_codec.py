@@ -370,7 +370,7 @@ def _decoded(data: bytes, readers: dict[str, _Convert]) -> Document:
 
 
 def fingerprint(data: bytes) -> str:
-    return str(xxhash.xxh3_64_hexdigest(data))
+    return xxhash.xxh3_64_hexdigest(data)
 
 
 def _array(value: _Array) -> list[object]:
@@ -847,7 +847,7 @@ class _ValueDescription:
 
     def _hash(self, data: Any) -> str:
         self.hashed_bytes += len(data)
-        return str(xxhash.xxh3_128_hexdigest(data))
+        return xxhash.xxh3_128_hexdigest(data)
 
     def wrap(self, value: object, depth: int) -> object:
         try:

@@ -583,7 +583,7 @@ def content_hash(folder: DataFolder, path: str) -> str:
     digest = xxhash.xxh3_128()
     for block in hub.blocks(path, 1 << 20):
         digest.update(block)
-    return str(digest.hexdigest())
+    return digest.hexdigest()
 
 
 def _scan(

@@ -137,7 +137,7 @@ class DatasetInputs(InputFiles):
             )
             sampled_rows = self.dataset.with_format("arrow")[rows].to_pylist()
         columns = self.dataset.column_names
-        return str(xxh3_64_hexdigest(repr((count, columns, sampled_rows)).encode()))
+        return xxh3_64_hexdigest(repr((count, columns, sampled_rows)).encode())
 
     def fingerprint(self, index: int) -> str:
         """Hashes some rows, or the file's beginning and end, or returns the hub's own hash."""

@@ -620,7 +620,7 @@ def fingerprint(folder: DataFolder, name: str, size: int) -> str:
         sample = folder.cat_file(name, start=0, end=min(size, _SAMPLE))
     if size > _SAMPLE:
         sample += folder.cat_file(name, start=max(_SAMPLE, size - _SAMPLE), end=size)
-    return str(xxh3_64_hexdigest(sample))
+    return xxh3_64_hexdigest(sample)
 
 
 def shuffled_names(names: Iterable[str], seed: int) -> list[str]:
@@ -639,7 +639,7 @@ def metadata_hash(metadata: JsonObject | None) -> str:
     text = orjson.dumps(
         metadata or {}, default=repr, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
     )
-    return str(xxh3_64_hexdigest(text)[:8])
+    return xxh3_64_hexdigest(text)[:8]
 
 
 MISSING = -1

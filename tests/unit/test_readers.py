@@ -506,7 +506,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_an_input_that_is_no_continuation_is_refused(six, change, monkeypatch):
-    monkeypatch.setattr(inputs, "in_pipeline", lambda: True)
+    monkeypatch.setattr(inputs._thread, "readings", [inputs.Reading()])
     state = stop(six)
     assert resume(six, state) == REST
     make, message = CHANGES[change]

@@ -65,14 +65,13 @@ from datatrove_ckpt.generation.user_frames import first_failure, warn_when_block
 from datatrove_ckpt.generation.user_rollout import name_of
 from datatrove_ckpt.inference.servers.host import ServerHost, check_servers, one_rank
 from datatrove_ckpt.mirror.mirror import RemoteMirror
-from datatrove_ckpt.output.chunk_writing import ChunkOutput, prepare_arrow
+from datatrove_ckpt.output.chunk_writing import ChunkOutput, WriterTrial, prepare_arrow
 from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.writer_checks import (
     check_rank_in_template,
     refuse_own_output,
     template_uses,
 )
-from datatrove_ckpt.output.writer_trial import WriterTrial
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.fork_boundaries import wait_to_fork
 from datatrove_ckpt.process.gc_tuning import gc_tuned

@@ -17,14 +17,13 @@ from datatrove_ckpt.errors import ConfigError, DocumentNotSerializable
 from datatrove_ckpt.generation.requests import DocumentAnswers
 from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.generation.user_rollout import name_of
+from datatrove_ckpt.output.chunk_writing import WriterTrial
 from datatrove_ckpt.output.document_codec import encode_finished, writes_media
 from datatrove_ckpt.output.file_names import FileNames
-from datatrove_ckpt.output.writer_trial import WriterTrial
 from datatrove_ckpt.rollouts import InferenceResult, InvalidMedia, PromptRollout, ReadyMade
 from datatrove_ckpt.rollouts.interface import FIELDS
 from datatrove_ckpt.rollouts.media import MEDIA
-from datatrove_ckpt.rollouts.prompt_source import prompt_source
-from datatrove_ckpt.rollouts.settings import FENCE, value_of
+from datatrove_ckpt.rollouts.settings import FENCE, prompt_source, value_of
 
 DROPPED = b"null"
 

@@ -70,8 +70,7 @@ from datatrove_ckpt.output.file_names import (
     stem,
 )
 from datatrove_ckpt.output.hub import HubFile, HubFolder, is_missing_repository
-from datatrove_ckpt.output.hub_access import check_access
-from datatrove_ckpt.output.interruptible_calls import InterruptibleCalls
+from datatrove_ckpt.output.interruptible_calls import InterruptibleCalls, check_access
 from datatrove_ckpt.output.writer_checks import stands_elsewhere
 
 _MAX_BYTES = 1 << 20

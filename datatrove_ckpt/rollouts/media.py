@@ -32,7 +32,7 @@ from datatrove_ckpt.common.pictures import with_png_mode
 from datatrove_ckpt.config.templates import lacks
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.interface import Payload
-from datatrove_ckpt.rollouts.prompt_source import Messages
+from datatrove_ckpt.rollouts.settings import Messages
 
 MEDIA = "media"
 """The value of ``images`` for a document's own media, instead of a column."""
@@ -72,16 +72,15 @@ class MediaData:
         key: replacement of the bytes in the cache key.
     """
 
-    __slots__ = ("data", "key", "kind", "prefix")
+    __slots__ = ("data", "key", "prefix")
 
-    def __init__(self, data: bytes, kind: str, prefix: str, key: str) -> None:
+    def __init__(self, data: bytes, prefix: str, key: str) -> None:
         self.data = data
-        self.kind = kind
         self.prefix = prefix
         self.key = key
 
     def __repr__(self) -> str:
-        return f"<{self.kind} of {len(self.data)} bytes>"
+        return f"<media of {len(self.data)} bytes>"
 
 
 def media_key(value: object) -> orjson.Fragment:
@@ -152,9 +151,9 @@ def _made_part(data: bytes, filename: str, key: str) -> Payload:
     if group == "audio":
         return {
             "type": "input_audio",
-            "input_audio": {"data": MediaData(data, kind, "", key), "format": ending},
+            "input_audio": {"data": MediaData(data, "", key), "format": ending},
         }
-    value = MediaData(data, kind, f"data:{kind};base64,", key)
+    value = MediaData(data, f"data:{kind};base64,", key)
     if group == "image":
         return {"type": "image_url", "image_url": {"url": value}}
     return {"type": "file", "file": {"filename": filename, "file_data": value}}

@@ -28,13 +28,14 @@ from datatrove_ckpt.rollouts.media import (
     with_media,
     without_bytes,
 )
-from datatrove_ckpt.rollouts.prompt_source import chat_in, prompt_source
 from datatrove_ckpt.rollouts.settings import (
     CANNED,
     OneRequest,
     ReadyMade,
+    chat_in,
     is_cut_off,
     is_invalid,
+    prompt_source,
     without_thoughts,
 )
 from datatrove_ckpt.rollouts.token_counter import cut_to_chars

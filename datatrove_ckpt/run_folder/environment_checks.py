@@ -42,13 +42,13 @@ from datatrove_ckpt.generation.recorded_requests import unsent_prompts
 from datatrove_ckpt.generation.results import check_first, try_media
 from datatrove_ckpt.inference.servers.host import EndpointProbe, ask_endpoints, check_servers
 from datatrove_ckpt.output.arrow_types import NO_TYPES
+from datatrove_ckpt.output.chunk_writing import WriterTrial
 from datatrove_ckpt.output.document_codec import as_read, decode, encode
 from datatrove_ckpt.output.file_managers import missing_codec
 from datatrove_ckpt.output.file_names import writer_name
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_access import check_access
+from datatrove_ckpt.output.interruptible_calls import check_access
 from datatrove_ckpt.output.output_folder import has_commits
-from datatrove_ckpt.output.writer_trial import WriterTrial
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.readers import BatchReader, HuggingFaceDatasetReader
 from datatrove_ckpt.readers.empty_input import NoDocuments, explain

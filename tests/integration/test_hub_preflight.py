@@ -9,7 +9,7 @@ from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_access import check_access
+from datatrove_ckpt.output.interruptible_calls import check_access
 from tests.jobs import documents, runner
 
 FOLDER = HubFolder.parse("hf://datasets/org/data/part")
@@ -81,7 +81,7 @@ def test_a_missing_branch_stops_a_rank_before_the_first_request(tmp_path, hub, s
 @pytest.mark.slow
 def test_a_hub_that_does_not_answer_is_no_hang(hub, monkeypatch, policy):
     policy("HUB_LOOK", patience=0.1)
-    monkeypatch.setattr("datatrove_ckpt.output.hub_access._ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr("datatrove_ckpt.output.interruptible_calls._ANSWER_SECONDS", 0.2)
     hub.fail("auth-check", times=None, seconds=2)
     assert "no answer within" in refused()
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import orjson
 from datatrove.data import Document
-from loguru import logger
 
 from datatrove_ckpt.common.formatting import did_you_mean
+from datatrove_ckpt.common.warnings import warn_once
 from datatrove_ckpt.errors import ConfigError
 
 _NAME = r"[^\W\d](?:[\w -]*\w)?"
@@ -22,7 +22,6 @@ _FIELD = re.compile(
     rf"metadata\[([^\[\]{{}}]+)\]|(?!metadata(?:$|\[\D)|text[.\[]|id[.\[])({_NAME}(?:{_PART})*)"
 )
 _OWN = ("text", "id")
-_NULLS: set[str] = set()  # columns of which this process has warned
 _ALLOWED = (
     "allowed are {text}, {id}, {KEY} and {metadata[KEY]} for a key of the metadata, {KEY[0].NAME} "
     "for a part of it, and {{ or }} for a brace; beside [[DOCUMENT]] for the text, braces have no "
@@ -139,11 +138,8 @@ def _lookup(name: str, key: str, document: Document, text: str, values: dict[str
             value = value[part]
         except (LookupError, TypeError):
             raise lacks(document, "prompt", key) from None
-    if value is None and key not in _NULLS:
-        _NULLS.add(key)
-        logger.warning(
-            f'Document {document.id!r}: {key} is null; the prompt has "None" there, and is sent.'
-        )
+    if value is None:
+        warn_once(f'{key} is null in a document; its prompt has "None" there, and is sent.')
     if isinstance(value, dict | list):  # no model should read Python
         try:
             return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS).decode()

@@ -35,7 +35,7 @@ _LINK = re.compile(r"For more information check: https://\S+")  # httpx's, about
 _QUERY = re.compile(r"(https?://[^\s'\"?]+)\?[^\s'\"]+")
 _LOG_IN = "log in (hf auth login, or export HF_TOKEN)"
 _HUB_URL = re.compile(
-    r"/(?:api/)?(bucket|dataset|model|space)s/([^/?]+/[^/?]+?)(?:\.git)?(?:[/?]|$)|/api/(?:jobs/([^/?]+))?"
+    r"/(?:api/)?(bucket|dataset|model|space)s/([^/?]+/[^/?]+?)(?:\.git)?(?:[/?]|$)|/api/"
 )
 # Texts of the hub for problems that pass, although their status means a permanent problem.
 _PASSING = re.compile(
@@ -97,13 +97,8 @@ def hub_refusal(error: BaseException) -> str | None:
         match = _HUB_URL.search(unquote(str(getattr(response, "url", ""))))  # not the storage's
         if match is None:
             return None
-        kind, name, account = match.groups()
-        if name:
-            refused = f"the {kind} {name}"
-        elif account:
-            refused = f"jobs of {account}"
-        else:
-            refused = "the account"
+        kind, name = match.groups()
+        refused = f"the {kind} {name}" if name else "the account"
         if lacks_bucket(cause):
             if kind == "bucket":
                 make = f"Make it (hf buckets create {name} --private), correct"

@@ -168,20 +168,17 @@ class DatasetInputs(InputFiles):
             return {name: {"size": 0}}
         match = _HUB_FILE.fullmatch(url)
         fs, path = _file_system(url, self.token)
-        try:
-            if match is None:
+        if match is None:
+            try:
                 return {name: retrying.READING.run(lambda: fs.info(path), url)}
-            listed = retrying.READING.run(
-                lambda: fs.ls(path.rpartition("/")[0], expand_info=False), url
-            )
-        except Exception as error:
-            # An HTTP server may refuse HEAD.
-            if match is None and not isinstance(error, FileNotFoundError):
-                return {name: {"size": 0}}
-            if match is None or (
-                retrying.http_status(error) is None and not isinstance(error, OSError)
-            ):
+            except FileNotFoundError:
                 raise
+            except Exception:  # an HTTP server may refuse HEAD
+                return {name: {"size": 0}}
+        try:
+            folder = path.rpartition("/")[0]
+            listed = retrying.READING.run(lambda: fs.ls(folder, expand_info=False), url)
+        except Exception as error:
             dataset = f"The dataset {match['repository']!r}"
             raise InputError(explain_hub_error(dataset, error, match["commit"])) from error
         infos = {f"hf://{info['name']}": info for info in listed}

@@ -11,11 +11,10 @@ and the differences from datatrove's readers.
 """
 
 from datatrove_ckpt.readers.base import DamagedLine, SeekingReader, Stateful
-from datatrove_ckpt.readers.batch_files import BatchReader
 from datatrove_ckpt.readers.csv_rows import CSVReader
 from datatrove_ckpt.readers.huggingface import HuggingFaceDatasetReader
 from datatrove_ckpt.readers.inputs import PositionedDocument, Reading, position_state
-from datatrove_ckpt.readers.jsonl import JsonlReader
+from datatrove_ckpt.readers.jsonl import BatchReader, JsonlReader
 from datatrove_ckpt.readers.tables import IpcReader, ParquetReader
 from datatrove_ckpt.readers.whole_files import PageReader, TextReader
 

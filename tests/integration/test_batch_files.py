@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import datatrove_ckpt
-from datatrove_ckpt.readers import batch_files
+from datatrove_ckpt.readers import jsonl
 from tests import golden
 from tests.jobs import rejects, rejects_documents, rows
 from tests.typed_answers import embeddings
@@ -142,7 +142,7 @@ def test_beyond_the_lines_that_are_checked_such_a_line_has_its_error(server, run
     refused = golden.sections("batch_files")
     refused.pop(json.dumps(request("0")))  # for what an earlier line says
     write(request("0"), *refused, request("2"))
-    monkeypatch.setattr(batch_files, "_CHECKED_LINES", 0)
+    monkeypatch.setattr(jsonl, "_CHECKED_LINES", 0)
     run()
     first, *found, last = results()
     assert first["error"] is last["error"] is None

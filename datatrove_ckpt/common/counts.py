@@ -570,9 +570,9 @@ class WorkStats(Counts):
 
     @classmethod
     def of(cls, documents: Sequence[DocumentTally], tokens: Sequence[int]) -> Self:
-        requests: list[int] = []
-        successful: list[int] = []
-        dropped: list[int] = []
+        requests = []
+        successful = []
+        dropped = []
         failed = 0
         for outcome, numbers, work, _ in documents:
             if work is not None:

@@ -253,7 +253,7 @@ def no_bars_in_logs() -> None:
 
 def without_flag(argv: Sequence[str], flag: str) -> list[str]:
     """Returns a command without a flag and its value: ``--tasks=2``, ``--tasks 2``."""
-    command: list[str] = []
+    command = []
     remaining = iter(argv)
     for word in remaining:
         name, equals, _ = word.partition("=")

@@ -79,7 +79,7 @@ class ByteBudget:
         if not self._waiting and self._has_room(size):
             self.held += size
             return
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        future = asyncio.get_running_loop().create_future()
         self._waiting.append((size, future))
         try:
             await future

@@ -510,7 +510,7 @@ def code_of_rank(error: BaseException) -> int:
 
     This is the exit code of the error's class, or 1 if its cause may pass.
     """
-    code: int = getattr(error, "exit_code", 1)
+    code = getattr(error, "exit_code", 1)
     if code in (2, 3) and READING.is_transient(error):  # the hub, or S3, is away
         return 1
     if code == 3 and any(getattr(cause, "may_pass", False) for cause in causes(error)):

@@ -129,7 +129,7 @@ class Vllm(Engine):
     def command(self, launch: EngineLaunch) -> EngineCommand:
         config = launch.config
         nodes = launch.nodes
-        flags: dict[str, object] = {
+        flags = {
             "host": HOST,
             "port": launch.port,
             "max-model-len": config.model_max_context,
@@ -239,7 +239,7 @@ class SGLang(Engine):
         nodes = launch.nodes
         start = (launch.python, str(_SGLANG_LAUNCHER), "--model-path", config.model_name_or_path)
         user_flags = launch.flags
-        flags: dict[str, object] = {
+        flags = {
             "host": HOST,
             "port": launch.port,
             "context-length": config.model_max_context,

@@ -744,14 +744,14 @@ class Engine:
     # As OpenAI's own client does. A server that does not know base64 answers with numbers.
     EMBED = EngineApi("/v1/embeddings", ("input",), {"encoding_format": "base64"})
 
-    name: ClassVar[str]
-    package: ClassVar[str] = ""
-    takes_interpreter: ClassVar[bool] = False
-    is_known: ClassVar[bool] = True
-    health_path: ClassVar[str] = "health"
-    is_canned: ClassVar[bool] = False
-    leases_gpus: ClassVar[bool] = False
-    metrics: ClassVar[MetricNames | None] = None
+    name: str
+    package = ""
+    takes_interpreter = False
+    is_known = True
+    health_path = "health"
+    is_canned = False
+    leases_gpus = False
+    metrics: MetricNames | None = None
     task_flags: ClassVar[Mapping[str, Kwargs]] = {}
     ways: ClassVar[Mapping[str, EngineApi]] = {
         "embed": EMBED,
@@ -760,13 +760,13 @@ class Engine:
             "/score", ("text_1", "text_2")
         ),  # each request to /v1/score logs a warning
     }
-    drain_seconds: ClassVar[float] = 0.0
-    causes: ClassVar[tuple[tuple[KnownFailure, str], ...]] = ()
-    address_flags: ClassVar[tuple[str, ...]] = ("host", "port", "api-key")
-    continuing_flag: ClassVar[str] = ""
-    memory_share: ClassVar[float] = 0.0
-    tuning: ClassVar[tuple[Kwargs, ...]] = ()
-    answering_flags: ClassVar[frozenset[str]] = KV_CACHE_FLAGS | frozenset(
+    drain_seconds = 0.0
+    causes: tuple[tuple[KnownFailure, str], ...] = ()
+    address_flags = ("host", "port", "api-key")
+    continuing_flag = ""
+    memory_share = 0.0
+    tuning: tuple[Kwargs, ...] = ()
+    answering_flags = KV_CACHE_FLAGS | frozenset(
         {
             "chat-template",
             "convert",

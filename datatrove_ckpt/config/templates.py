@@ -7,7 +7,6 @@ import json
 import re
 from functools import lru_cache
 from string import Formatter
-from typing import Any
 
 import orjson
 from datatrove.data import Document
@@ -42,7 +41,7 @@ def parse(template: str, setting: str = "prompt") -> tuple[tuple[str, str, str],
     Raises:
         ConfigError: the template is broken, or has a name that is not allowed.
     """
-    parts: list[tuple[str, str, str]] = []
+    parts = []
     if _DOCUMENT in template:
         if "{text}" in template:
             raise ConfigError(
@@ -125,7 +124,7 @@ def _lookup(name: str, key: str, document: Document, text: str, values: dict[str
         return str(document.id)
     if name == "key" and key in values:
         return values[key]
-    value: Any = document.metadata
+    value = document.metadata
     path = _parts(name, key)
     if path[0] not in value and key in value:  # a column with a dot in its name
         path = (key,)

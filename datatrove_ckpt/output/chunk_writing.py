@@ -268,7 +268,7 @@ class ChunkWriter:
     ) -> str | None:
         types = ColumnTypes(self._input_types)
         types.types = dict(types_before)
-        check: Callable[[list[Row]], None] = types.add
+        check = types.add
         other = "it or one before it"
         if writer.schema is not None:
             check = partial(check_rows, schema=writer.schema)
@@ -294,7 +294,7 @@ class ChunkWriter:
         # A deep copy: writers have counters, batches and open files. The user's writer has no open
         # files.
         original = self._writer.output_mg
-        fresh: DiskWriter = copy.deepcopy(self._writer, {id(original): staged or original})
+        fresh = copy.deepcopy(self._writer, {id(original): staged or original})
         self._decode = decode_for(fresh)
         columns = [name for name in ("text", "id") if name in self._input_types]
         if columns:

@@ -51,7 +51,7 @@ class FileNames:
         self, writer: DiskWriter, rank: int, prefix: str = "", checkpoints: Path | None = None
     ) -> None:
         template = writer.output_filename
-        self.template: str = template.template
+        self.template = template.template
         self.fields = fields_of_documents(template)
         self.rank = rank
         self._prefix = prefix

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
 from typing import IO, TYPE_CHECKING, Any
@@ -42,11 +42,11 @@ class Format:
     """
 
     writer: str
-    module: str = "datatrove.pipeline.writers"
+    module = "datatrove.pipeline.writers"
     suffix: str
     compressions: tuple[str, ...] = (".gz", ".zst")
     loader: str
-    load_options: str = ""
+    load_options = ""
 
     def settings(self, has_columns: bool) -> JsonObject:
         """Returns the writer's settings in the short form.
@@ -102,7 +102,7 @@ class Jsonl(Format):
 
     def rows(self, file: IO[bytes], with_media: bool = False) -> ParsedRows:
         # zstandard's stream gives only blocks; other streams give all lines before damage.
-        lines: Iterable[bytes] = file if isinstance(file, io.IOBase) else io.BufferedReader(file)  # type: ignore[type-var]
+        lines = file if isinstance(file, io.IOBase) else io.BufferedReader(file)  # type: ignore[type-var]
         for line in lines:
             try:
                 row = loads(line)

@@ -288,10 +288,7 @@ class HubFolder:
         )
 
     def head(self) -> str | None:
-        head: str | None = (
-            self.api().repo_info(self.repo, revision=self.branch, repo_type=self.kind).sha
-        )
-        return head
+        return self.api().repo_info(self.repo, revision=self.branch, repo_type=self.kind).sha
 
     def remove(self, paths: Sequence[str], message: str, head: str | None = None) -> None:
         from huggingface_hub import CommitOperationDelete
@@ -324,7 +321,7 @@ class HubFolder:
         from huggingface_hub import hf_raise_for_status
 
         numbers = {commit.oid: place for place, commit in enumerate(earlier.made)}
-        url: str | None = f"{self.api_url}/commits/{quote(self.branch, safe='')}"
+        url = f"{self.api_url}/commits/{quote(self.branch, safe='')}"
         now = 0.0
         made: list[MadeCommit] = []
         while url is not None:

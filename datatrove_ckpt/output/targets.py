@@ -461,7 +461,7 @@ class HubTarget(_TargetOnHub):
         """Uploads a chunk's files. They appear with a commit, which refuses other content."""
         finished = staged.finished
         paths = {name: file.path for name, file in finished.items()}
-        uploaded: list[UploadedFile] = []
+        uploaded = []
         if paths:
             uploaded = self._retry(
                 f"{first_names(list(paths))} could not be uploaded",

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import IO, Any, ClassVar, Protocol, runtime_checkable
+from typing import IO, Any, Protocol, runtime_checkable
 
 from datatrove.data import Document, DocumentsPipeline, Media
 from datatrove.io import DataFolderLike
@@ -92,24 +92,24 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     compression: str | None = None
     encoding: str | None = None
     shuffle_seed: int | None = None
-    path_columns: bool = False
+    path_columns = False
     max_skipped: int | None = None
     stop_on_bad_line: bool | None = None
-    format: ClassVar[str]
+    format: str
     """The format's name in states.
 
     A class that sets it promises that each document depends on its row alone, so that a resume may
     seek. A subclass that does not set it may keep state.
     """
-    suffixes: ClassVar[str] = ""
+    suffixes = ""
     """The suffixes of the format's files, for the short form."""
-    has_rows: ClassVar[bool] = True
+    has_rows = True
     """Whether a file has rows or lines. Otherwise it is a document, or pages."""
-    grows: ClassVar[bool] = False
+    grows = False
     """Whether a file may get more lines while it is read, and later."""
-    has_types: ClassVar[bool] = False
+    has_types = False
     """Whether the format gives columns types."""
-    _order_options: ClassVar[tuple[str, ...]] = (
+    _order_options: tuple[str, ...] = (
         "shuffle_seed",
         "skip",
         "glob_pattern",
@@ -121,7 +121,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     _next_state: ReaderState | None = None
     _start_state: ReaderState | None = None
     _position: Position | None = None
-    _file_extent: FileProgress = FileProgress()
+    _file_extent = FileProgress()
     _resolved: dict[str, str] | None = None
     types: DeclaredTypes | None = None
     _damaged_rows = 0
@@ -158,7 +158,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         """The statistics of ``update_doc_stats``. The lengths of texts are added here, because one
         by one they would cost as much as reading their lines.
         """
-        stats: Stats = self.__dict__["stats"]
+        stats = self.__dict__["stats"]
         lengths = self._lengths
         if lengths:
             self._lengths = []
@@ -339,7 +339,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                         id_in_file = default_id
                     elif task:
                         id_in_file = f"{task}{number}"
-                    document: Document | SkippedLines = WITHOUT_TEXT
+                    document = WITHOUT_TEXT
                     try:
                         if isinstance(row, dict):
                             document = make(row, name, id_in_file) or WITHOUT_TEXT

@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, repeat
-from typing import IO, Any, NamedTuple, TypeAlias, cast
+from typing import IO, NamedTuple, TypeAlias, cast
 
 from datatrove.io import DataFolder
 
@@ -180,7 +180,7 @@ def open_input(folder: DataFolder, name: str) -> IO[bytes]:
     with naming_hub_input(folder, name):
         if folder.is_local():
             return cast("IO[bytes]", folder.open(name, "rb"))
-        file: Any = retrying.READING.run(lambda: folder.open(name, "rb"), name)
+        file = retrying.READING.run(lambda: folder.open(name, "rb"), name)
         return cast("IO[bytes]", RetryingFile(file, name))
 
 

@@ -131,7 +131,7 @@ class BlockInput:
 
     def __init__(self, reader: FilesReader) -> None:
         self._reader = reader
-        self.inputs: InputFiles = reader.list_inputs(0, 1, None)
+        self.inputs = reader.list_inputs(0, 1, None)
         self.names = self.inputs.names
         self._opened: OrderedDict[int, BlockFile] = OrderedDict()
         self._process = os.getpid()

@@ -44,7 +44,7 @@ _PADDED_STREAM = b"\0\0\0\0\xfd7zXZ\0"
 def codec_of(name: str, compression: str | None) -> str | None:
     if compression != "infer":
         return compression
-    codec: str | None = infer_compression(name)
+    codec = infer_compression(name)
     return codec or _CODECS_BY_SUFFIX.get(PurePosixPath(name).suffix)
 
 

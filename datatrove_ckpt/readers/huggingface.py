@@ -22,7 +22,7 @@ from functools import cached_property, partial
 from itertools import repeat
 from pathlib import Path
 from types import MethodType
-from typing import Any, ClassVar
+from typing import Any
 
 import orjson
 from datatrove.data import Document
@@ -261,7 +261,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         "shuffle_files",
         "load_from_disk",
     )
-    dataset_settings: ClassVar[tuple[str, ...]] = (
+    dataset_settings = (
         "dataset",
         "streaming",
         "shuffle_files",

@@ -767,7 +767,7 @@ def list_input(reader: BaseDiskReader, afresh: bool = True, of_rank: bool = Fals
         return InputFiles(folder, list(get_shard_from_paths_file(reader.paths_file, 0, 1)))
     if afresh:
         folder.invalidate_cache()
-    options: JsonObject = {"maxdepth": None if reader.recursive else 1, "detail": True}
+    options = {"maxdepth": None if reader.recursive else 1, "detail": True}
     if is_on_hub(folder):
         # As in DataFolder.list_files: one request in all.
         options["expand_info"] = False

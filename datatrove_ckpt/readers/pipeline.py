@@ -71,7 +71,7 @@ class PipelineReaders:
             for step, _, names in steps_before(documents)
             if isinstance(step, BaseDiskReader)
         ]
-        self._readers: list[SeekingReader | _PlainReader] = [
+        self._readers = [
             step
             if isinstance(step, SeekingReader)
             else _PlainReader(step, names["rank"], names["world_size"])
@@ -162,7 +162,7 @@ class StepStats:
             for step, _, _ in steps_before(documents)
             if isinstance(getattr(step, "stats", None), Stats)
         ]
-        self._steps: list[PipelineStep] = steps[::-1]
+        self._steps = steps[::-1]
         self._earlier = [MetricStatsDict() for _ in steps]
         self._ended = False
         self._are_known = True

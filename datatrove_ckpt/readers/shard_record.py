@@ -65,9 +65,7 @@ def _describe_listed(step: object, code_of: Callable[[object], dict[str, str]]) 
         step = step.func
     if not isinstance(step, PipelineStep) and not callable(step):
         return StepRecord("documents")
-    described: Callable[..., object] = (
-        step if callable(step) and hasattr(step, "__qualname__") else type(step)
-    )
+    described = step if callable(step) and hasattr(step, "__qualname__") else type(step)
     code = code_of(described)
     if isinstance(step, BaseDiskReader):
         return StepRecord("reader", code)

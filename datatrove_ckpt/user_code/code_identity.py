@@ -147,7 +147,7 @@ def _is_of_pipeline(thing: object) -> bool:
 
 
 def _of_writer(writer: object) -> dict[str, object]:
-    described: dict[str, object] = {}
+    described = {}
     adapter = getattr(writer, "adapter", None)
     adapter = getattr(adapter, "__func__", adapter)
     if adapter is not None and not _is_of_pipeline(adapter):

@@ -24,7 +24,7 @@ import re
 import sys
 import threading
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import filterfalse, islice
 from pathlib import Path, PurePath
@@ -223,7 +223,7 @@ def _parts(thing: object, is_users: bool) -> Mapping[Any, object]:
     if isinstance(thing, Mapping):
         parts |= {str(name): part for name, part in thing.items()}
     elif isinstance(thing, _CONTAINERS):
-        elements: Iterable[object] = thing
+        elements = thing
         if isinstance(thing, set | frozenset):
             elements = sorted(thing, key=repr)
         parts |= dict(enumerate(elements))

@@ -228,7 +228,7 @@ class Statement:
         self.node = node
         self.is_definition = isinstance(node, _DEFINITION)
         self.is_import = isinstance(node, _IMPORT)
-        self._nodes: list[object] = [*ast.walk(node)]
+        self._nodes = [*ast.walk(node)]
         self._calls = self._of(ast.Call)
         self.words = {*map(name_of, self._nodes)} - {""}
         self.texts = {*map(_pattern, self._nodes)} - {""}
@@ -477,7 +477,7 @@ class CodeSource:
             with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
                 body = parse(text).body
                 cell = [Statement(self, file, node, self._documented) for node in _apart(body)]
-                key: object = file
+                key = file
                 if self.path == NOTEBOOK:  # a cell with another comment is the same cell
                     key = "\n".join(statement.text for statement in cell)
                 cells.pop(key, None)

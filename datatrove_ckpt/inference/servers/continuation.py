@@ -10,7 +10,6 @@ import asyncio
 import orjson
 from loguru import logger
 
-from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.counts import WorkCounts
 from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
@@ -79,7 +78,7 @@ class _Probe:
         if not self._is_endpoint:
             for guarded in (f"{path}/render", GENERATE, f"{path}/derender"):
                 await self._check_guard(guarded)
-        payload: JsonObject = {"model": self._model, "max_tokens": _TOKENS, "temperature": 0}
+        payload = {"model": self._model, "max_tokens": _TOKENS, "temperature": 0}
         payload["min_tokens"] = 2  # an answer without text shows nothing
         if path == "completions":
             payload["prompt"] = _QUESTION

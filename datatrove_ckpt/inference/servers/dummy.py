@@ -39,7 +39,7 @@ def make_app(latency: float, api_key: str | None) -> web.Application:
         if latency:
             await asyncio.sleep(latency)
         tokens = len(body) // 4
-        answered: JsonObject = {"id": "dummy", "model": payload.get("model", "dummy-model")}
+        answered = {"id": "dummy", "model": payload.get("model", "dummy-model")}
         if request.path in _ROWS:
             name, row = _ROWS[request.path]
             texts = payload.get(name)

@@ -20,7 +20,6 @@ from typing import Self
 
 from loguru import logger
 
-from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.pid_namespace import pid_namespace_id
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.inference.servers.guardian import (
@@ -70,7 +69,7 @@ class ServerRecord:
     @classmethod
     def read(cls, path: Path) -> Self | None:
         try:
-            record: JsonObject = json.loads(path.read_bytes())
+            record = json.loads(path.read_bytes())
             for key in ("runner", "guardian", "log"):
                 record[key] = tuple(record[key])
             return cls(**record)

@@ -65,7 +65,7 @@ class PipelineReaders:
     def __init__(
         self, documents: Iterable[Document], pipeline: Sequence[StepRecord] | None
     ) -> None:
-        self._pipeline = None if pipeline is None else list(pipeline)
+        self._pipeline = pipeline
         readers = [
             (step, names)
             for step, _, names in steps_before(documents)

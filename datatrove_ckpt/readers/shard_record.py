@@ -145,7 +145,7 @@ class ShardRecord:
 
     readers: list[ReaderRecord] = field(default_factory=list)
     skipped: SkippedLines = SkippedLines()
-    pipeline: list[StepRecord] | None = None
+    pipeline: Sequence[StepRecord] | None = None
 
     def to_json(self) -> JsonObject:
         readers = [

@@ -27,43 +27,69 @@ NODES = [NodeGroup(rank, ("10.0.0.1", "10.0.0.2")) for rank in (0, 1)]
 
 pytestmark = pytest.mark.timeout(900)  # the first one also sets everything up
 
-# Each reads lists of arguments from stdin, and prints what the parser makes of them, or its error.
-_VLLM = """
+# Each ``answer`` says what the engine makes of a value. The parsers': of a list of arguments.
+_PARSE = """
+import contextlib, io
+def answer(arguments):
+    text = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(text):
+            return vars(parser.parse_args(arguments))
+    except SystemExit:
+        return {"error": text.getvalue()[-300:]}
+"""
+_VLLM = f"""
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = make_arg_parser(FlexibleArgumentParser())
-"""
-_SGLANG = """
+{_PARSE}"""
+_SGLANG = f"""
 import argparse
 from sglang.srt.server_args import ServerArgs
 parser = argparse.ArgumentParser()
 ServerArgs.add_cli_args(parser)
-"""
-_PARSE = """
-import contextlib, io, json, sys
-for arguments in json.load(sys.stdin):
-    text = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(text):
-            parsed = vars(parser.parse_args(arguments))
-    except SystemExit:
-        parsed = {"error": text.getvalue()[-300:]}
-    print("PARSED", json.dumps(parsed, default=str))
+{_PARSE}"""
+_ASKED = """
+import json, sys
+for line in sys.stdin:
+    code, given = json.loads(line)
+    exec(code, names := {})
+    for value in given:
+        print("ANSWER", json.dumps(names["answer"](value), default=str), flush=True)
 """
 
 
-def printed(python, code, given):
-    """What a program prints of each that it is given."""
-    command = [python, "-c", code]
-    done = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True)
-    lines = [line.partition("PARSED ")[2] for line in done.stdout.splitlines() if "PARSED " in line]
-    assert len(lines) == len(given), done.stderr
-    return list(map(json.loads, lines))
+@contextlib.contextmanager
+def asked(python):
+    """``ask(code, given)`` for an engine that is imported once."""
+    program = [python, "-c", _ASKED]
+    with subprocess.Popen(program, stdin=-1, stdout=-1, text=True) as process:
+
+        def ask(code, given):
+            print(json.dumps([code, given]), file=process.stdin, flush=True)
+            answers = (line.partition("ANSWER ")[2] for line in process.stdout if "ANSWER " in line)
+            found = list(map(json.loads, itertools.islice(answers, len(given))))
+            assert len(found) == len(given), "it has ended"
+            return found
+
+        yield ask
 
 
-def parsed(python, parser, argvs):
+@pytest.fixture(scope="module")
+def vllm():
+    with asked(environment.vllm_python()) as ask:
+        yield ask
+
+
+@pytest.fixture(scope="module")
+def sglang():
+    with asked(environment.sglang_python()) as ask:
+        yield ask
+
+
+def parsed(ask, parser, argvs):
     """What the parser makes of each; it must take them all."""
-    values = printed(python, parser + _PARSE, argvs)
+    values = ask(parser, argvs)
     assert [one for one in values if "error" in one] == []
     return values
 
@@ -86,7 +112,7 @@ def configs(server_type, kwargs):
         )
 
 
-def test_vllm_accepts_every_command():
+def test_vllm_accepts_every_command(vllm):
     kwargs = [
         None,
         {"enforce-eager": True, "gpu_memory_utilization": 0.9, "seed": -1},
@@ -112,7 +138,7 @@ def test_vllm_accepts_every_command():
         if "serve" in command.argv
     ]
     argvs += [command.argv[3:] for command in commands if "serve" not in command.argv]
-    for values in parsed(environment.vllm_python(), _VLLM, argvs):
+    for values in parsed(vllm, _VLLM, argvs):
         assert values["host"] == "127.0.0.1"
         assert values["port"] == 4321
         assert values["max_model_len"] == 4096
@@ -130,7 +156,7 @@ def test_vllm_accepts_every_command():
         assert values["nnodes"] == 1 or values["distributed_executor_backend"] != "ray"
 
 
-def test_sglang_accepts_every_command():
+def test_sglang_accepts_every_command(sglang):
     kwargs = [
         None,
         {"mem-fraction-static": 0.8, "random-seed": 1, "disable-radix-cache": True},
@@ -139,7 +165,7 @@ def test_sglang_accepts_every_command():
     argvs = [command_of(config).argv[2:] for config in configs("sglang", kwargs)]
     plain = InferenceConfig("sglang", "org/model", model_max_context=4096)
     argvs += [command_of(plain, nodes=nodes).argv[2:] for nodes in NODES]
-    for values in parsed(environment.sglang_python(), _SGLANG, argvs):
+    for values in parsed(sglang, _SGLANG, argvs):
         assert values["host"] == "127.0.0.1"
         assert values["port"] == 4321
         assert values["model_path"] == values["served_model_name"] == "org/model"
@@ -171,10 +197,8 @@ NOT_FOR_XGRAMMAR = [
     },
 ]
 _XGRAMMAR_REFUSES = """
-import json, sys
-from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
-for schema in json.load(sys.stdin):
-    print("PARSED", json.dumps(has_xgrammar_unsupported_json_features(schema)))
+from vllm.v1.structured_output import backend_xgrammar
+answer = backend_xgrammar.has_xgrammar_unsupported_json_features
 """
 
 
@@ -184,7 +208,7 @@ def with_schema(server_type, schema, **settings):
     return config
 
 
-def test_vllm_gets_and_takes_what_keeps_json_free_of_blanks_where_xgrammar_knows_the_schema():
+def test_vllm_gets_and_takes_what_keeps_json_free_of_blanks_where_xgrammar_knows_the_schema(vllm):
     own = {"structured-outputs-config": {"backend": "guidance"}}
     dotted = {"structured-outputs-config.backend": "guidance"}
     asked = {"response_format": {"type": "json_object"}}
@@ -195,7 +219,7 @@ def test_vllm_gets_and_takes_what_keeps_json_free_of_blanks_where_xgrammar_knows
     made.append(InferenceConfig("vllm", "org/model"))
     argvs = [command_of(config).argv[3:] for config in made]
     found = []
-    for values in parsed(environment.vllm_python(), _VLLM, argvs):
+    for values in parsed(vllm, _VLLM, argvs):
         found.append(values["structured_outputs_config"])
     for free in found[:2]:
         assert "backend='xgrammar'" in free
@@ -207,11 +231,11 @@ def test_vllm_gets_and_takes_what_keeps_json_free_of_blanks_where_xgrammar_knows
         assert "backend='auto'" in other
         assert "disable_any_whitespace=False" in other
     schemas = [ANSWER, *NOT_FOR_XGRAMMAR]
-    refused = printed(environment.vllm_python(), _XGRAMMAR_REFUSES, schemas)
+    refused = vllm(_XGRAMMAR_REFUSES, schemas)
     assert refused == [False] + [True] * len(NOT_FOR_XGRAMMAR)
 
 
-def test_sglang_gets_and_takes_what_keeps_json_free_of_blanks():
+def test_sglang_gets_and_takes_what_keeps_json_free_of_blanks(sglang):
     own = {"constrained-json-whitespace-pattern": " ?"}
     made = [
         with_schema("sglang", ANSWER),
@@ -220,23 +244,22 @@ def test_sglang_gets_and_takes_what_keeps_json_free_of_blanks():
     ]
     argvs = [command_of(config).argv[2:] for config in made]
     found = []
-    for values in parsed(environment.sglang_python(), _SGLANG, argvs):
+    for values in parsed(sglang, _SGLANG, argvs):
         found.append(values["constrained_json_disable_any_whitespace"])
     assert found == [True, False, False]
 
 
 _SGLANG_REQUESTS = """
-import json, sys
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
-for payload in json.load(sys.stdin):
+def answer(payload):
     request = ChatCompletionRequest(model="m", **payload)
     values = request.to_sampling_params(stop=[], model_generation_config={})
     values["continued"] = request.continue_final_message
-    print("PARSED", json.dumps({name: values.get(name) for name in ("json_schema", "regex", "continued")}))
+    return {name: values.get(name) for name in ("json_schema", "regex", "continued")}
 """
 
 
-def test_sglang_understands_the_fields_of_rollouts():
+def test_sglang_understands_the_fields_of_rollouts(sglang):
     config = InferenceConfig("sglang", "org/model")
     forms = [
         {"json_schema": ANSWER},
@@ -254,19 +277,16 @@ def test_sglang_understands_the_fields_of_rollouts():
     for rollout in rollouts:
         with contextlib.suppress(InvalidAnswer):
             asyncio.run(rollout(Document(text="some text", id="1"), generate))
-    values = printed(environment.sglang_python(), _SGLANG_REQUESTS, payloads)
+    values = sglang(_SGLANG_REQUESTS, payloads)
     assert list(json.loads(values[0]["json_schema"])["properties"]) == ["why", "answer"]
     assert [one["regex"] for one in values] == [None, "a|b", r"(a|b \(c\))", None, None]
     assert [one["continued"] for one in values] == [False, False, False, False, True]
 
 
-def test_what_no_parser_knows_is_refused():
-    for python, parser, name in (
-        (environment.vllm_python(), _VLLM, "--model"),
-        (environment.sglang_python(), _SGLANG, "--model-path"),
-    ):
+def test_what_no_parser_knows_is_refused(vllm, sglang):
+    for ask, parser, name in ((vllm, _VLLM, "--model"), (sglang, _SGLANG, "--model-path")):
         with pytest.raises(AssertionError, match="unrecognized arguments"):
-            parsed(python, parser, [(name, "m", "--no-such-flag")])
+            parsed(ask, parser, [(name, "m", "--no-such-flag")])
 
 
 # Runs our launcher, with what needs a GPU in SGLang left out, and tells what reached its place.
@@ -287,12 +307,9 @@ def launch_server(server_args):
     codes = [client.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code for key in ("no", KEY)]
     print("REACHED", json.dumps({"model": server_args.model_path, "codes": codes}), flush=True)
     print("SETTINGS", server_args, server_args.resolved_dict(), flush=True)
-    spawn = multiprocessing.get_context("spawn")
-    for task in ((print, ("CHILD", server_args)), (os.system, ("echo ENVIRONMENT; env; ps -A -o args",))):
-        child = spawn.Process(target=task[0], args=task[1])
-        child.start()
-        child.join()
-        assert child.exitcode == 0
+    with multiprocessing.get_context("spawn").Pool(1) as child:
+        child.apply(print, ("CHILD", server_args), {"flush": True})
+        assert child.apply(os.system, ("echo ENVIRONMENT; env; ps -A -o args",)) == 0
 
 ServerArgs.resolve_once = lambda self: None  # looks for GPUs
 engine = sys.modules["sglang.srt.entrypoints.http_server"] = types.ModuleType("engine")

@@ -1391,8 +1391,8 @@ def test_a_signal_is_answered_within_few_steps_when_fast_ones_become_slow(tmp_pa
     "ranks, workers, number, start",
     [
         (1, 1, signal.SIGTERM, "fork"),
-        (2, 4, signal.SIGTERM, "fork"),
-        (1, 4, signal.SIGINT, "spawn"),
+        (2, 2, signal.SIGTERM, "fork"),
+        (1, 2, signal.SIGINT, "spawn"),
         *(
             pytest.param(ranks, workers, number, start, marks=pytest.mark.full)
             for ranks in (1, 2)

@@ -38,8 +38,6 @@ def url(tmp_path_factory):
     flags += ["--data-parallel-size", "2"]
     with pytest.MonkeyPatch.context() as environ:
         environ.setitem(ENVIRONMENT, "VLLM_SERVER_DEV_MODE", "1")  # for /reset_prefix_cache
-        environ.setitem(ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        environ.setitem(ENVIRONMENT, "OMP_NUM_THREADS", "1")  # else both ranks have all cores
         with vllm_server(tmp_path_factory.mktemp("vllm"), *flags, model=model) as url:
             until(lambda: is_ready(url))
             yield url

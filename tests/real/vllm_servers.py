@@ -11,7 +11,9 @@ from tests.real import environment
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "0",
+    # One thread, on any core: several servers run at once, also of several tests.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
     "VLLM_WORKER_MULTIPROCESSING_METHOD": "fork",  # saves two imports of torch per start
 }
 

@@ -8,6 +8,17 @@ from loguru import logger
 from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.process import signals
 
+# By their seconds: with ``--no-loadscope-reorder``, no process waits for another one that has begun
+# one of them last.
+_LONG = (
+    "vllm", "half_answers", "training_checkpoints", "ways", "torch_elastic", "slurm", "quickstart", "release",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    places = {f"test_{name}.py": place for place, name in enumerate(_LONG)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
 
 @pytest.fixture
 def warned():

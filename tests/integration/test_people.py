@@ -4,9 +4,6 @@
 A failure prints the fewest operations that show it, and the command that repeats them.
 """
 
-import itertools
-import time
-
 import pytest
 
 from tests.people.commands import Commands
@@ -23,19 +20,10 @@ def commands():
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    "first, number, seconds",
-    [(2, 2, 0.0), pytest.param(1000, 10, 90.0, marks=pytest.mark.slow)],
-)
-def test_exit_code_0_means_every_document_is_there_whatever_people_did(
-    commands, first, number, seconds
-):
+@pytest.mark.parametrize("first, number", [(2, 2), pytest.param(1000, 40, marks=pytest.mark.slow)])
+def test_exit_code_0_means_every_document_is_there_whatever_people_did(commands, first, number):
     tally = Tally()
-    end = time.monotonic() + seconds
-    seeds = itertools.takewhile(
-        lambda seed: seed < first + number or time.monotonic() < end, itertools.count(first)
-    )
-    found = next(explore(commands, seeds, tally), None)
+    found = next(explore(commands, range(first, first + number), tally), None)
     print(tally)
     assert found is None, f"\n{found}"
     # Else the sequences end in refusals, and nothing is tested.

@@ -90,9 +90,9 @@ def output(hub):
 @pytest.mark.parametrize(
     "documents, lost, counted, lag, every",
     [
-        pytest.param(1, True, ("request",), 0, 9, id="node lost, each ninth"),
-        pytest.param(3, True, ("request",), 3, 11, id="node lost, lists lag, each eleventh"),
-        pytest.param(3, False, ("request", *EFFECTS), 0, 13, id="node kept, each thirteenth"),
+        pytest.param(1, True, ("request",), 0, 17, id="node lost, each 17th"),
+        pytest.param(3, True, ("request",), 3, 23, id="node lost, lists lag, each 23rd"),
+        pytest.param(3, False, ("request", *EFFECTS), 0, 29, id="node kept, each 29th"),
         pytest.param(3, True, ("request",), 0, 1, id="node lost", marks=pytest.mark.full),
         pytest.param(
             3, True, ("request",), 3, 1, id="node lost, lists lag", marks=pytest.mark.full

@@ -92,11 +92,11 @@ def assert_out_of_order(attempt, folder):
     "number, torn, counted, recoveries, step",
     [
         (2, False, OF_FILES, 15, 9),
-        pytest.param(2, False, EFFECTS, 4, 1, marks=pytest.mark.slow),
+        pytest.param(2, False, EFFECTS, 9, 1, marks=pytest.mark.slow),
         pytest.param(2, False, EFFECTS, 1, 1, marks=pytest.mark.full),
         pytest.param(2, True, EFFECTS, 1, 1, marks=pytest.mark.full),
     ],
-    ids=["of files, each ninth", "each fourth", "whole", "torn"],
+    ids=["of files, each ninth", "recoveries of each ninth", "whole", "torn"],
 )
 def test_output_is_the_same_after_a_crash_at_every_effect_of_every_recovery(
     folder, number, torn, counted, recoveries, step

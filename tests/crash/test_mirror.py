@@ -233,16 +233,17 @@ def finish_on_another_node(folder, run):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("step", [50, 1])
+@pytest.mark.parametrize("step", [50, 3, pytest.param(1, marks=pytest.mark.full)])
 def test_killed_at_every_effect_finished_on_another_node_and_run_again_is_complete(folder, step):
     write_input(folder, [f"text {n}" for n in range(3)])
     prove_with_another_node(folder, finish_on_another_node, step)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("after_crash", [go_back, finish_on_another_node])
 def test_another_node_is_killed_at_every_effect_and_the_first_or_a_third_one_goes_on(
-    folder, after_crash
+    folder, after_crash, step
 ):
     write_input(folder, [f"text {n}" for n in range(4)])
     with FakeServer(status=rejects(["text 3"], 401)) as server, pytest.raises(CkptError):
@@ -250,4 +251,4 @@ def test_another_node_is_killed_at_every_effect_and_the_first_or_a_third_one_goe
     leave_the_node(folder)
     if after_crash is finish_on_another_node:
         shutil.rmtree(folder / "other")
-    prove_with_another_node(folder, after_crash, step=1)
+    prove_with_another_node(folder, after_crash, step)

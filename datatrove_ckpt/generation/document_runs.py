@@ -184,7 +184,7 @@ class DocumentRuns(DocumentRollouts):
             self._counts.documents += 1
             limits = self.requests.limits
             if limits.is_paid:
-                limits.end(finished, answers.paid > 0)
+                limits.end(finished, answers.paid > 0, answers.cost)
             if self._dropped == _SUSPICIOUS_DROPS == self._counts.documents:
                 logger.warning(
                     f"The rollout dropped all of {_SUSPICIOUS_DROPS} documents. {WHY_DROPPED}"

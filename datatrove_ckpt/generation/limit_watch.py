@@ -27,7 +27,6 @@ from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.interval import Interval, Tuning
 from datatrove_ckpt.checkpoint.journal import FinishedDocument
 from datatrove_ckpt.checkpoint.run_limits import NO_TOTALS, RunTotals, TotalsReader
-from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import CkptError, ConfigError, LimitReached
 from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.process.shutdown import Shutdown
@@ -51,6 +50,8 @@ _CENSORED = 24.0  # documents in work hide more of the mean, the more of all the
 class DocumentCosts:
     """The costs of the documents that have ended in this process, and the time that they took.
 
+    A cost is a share of the limits. The sum may differ from what was spent: ``_room`` scales it.
+
     Attributes:
         longest: the longest time, in milliseconds.
         longest_unpaid: the longest time of a document that has cost nothing, in milliseconds.
@@ -71,18 +72,17 @@ class DocumentCosts:
         self.longest = max(self.longest, milliseconds)
 
     def mean(self, ages: Sequence[float]) -> float:
-        """Returns the mean cost of documents, with those in work.
+        """Returns the mean cost of documents, also of those in work.
 
-        Short documents end first, so those in work are taken to go on as if they had just begun,
-        beside what they have cost at the rate of all: as exponential times do. One that hangs has
-        cost no more than the longest.
+        Short documents end first. So the cost of all, with what those in work have cost at the rate
+        of all, is divided by the number of those that have ended, as for exponential times. One
+        that hangs has cost no more than the longest.
 
         Args:
             ages: milliseconds since each document in work began.
         """
         begun = sum(min(age, self.longest) for age in ages) / self.milliseconds
-        rest = (1 + begun) * len(ages) / self.ended
-        return self.total * (1 + begun + rest) / (self.ended + len(ages))
+        return self.total * (1 + begun) / self.ended
 
     def error(self, in_work: int) -> float:
         ended = self.ended
@@ -241,13 +241,6 @@ class LimitWatch:
         self._limits = self.step.limits
         self.is_on = bool(self._limits)
         self.is_paid = bool(self._limits.of_usage)
-        self._prices: JsonObject = {"prompt": 1, "completion": 1}
-        if self._limits.max_cost is not None:
-            # Prices only weigh prompts and answers: ``_room`` scales them to what was spent.
-            prices = [each for model in self.step.models.values() for each in model.all_prices]
-            self._prices = max(
-                prices, key=lambda each: each.get("prompt", 0) + each.get("completion", 0)
-            )
         self.reader = _reader_of(self.step)
         self.name = str(layout.RankAddress.of(self.checkpoint.folder))
         self.reader.tasks.add(self)
@@ -266,14 +259,18 @@ class LimitWatch:
     def begin(self, ordinal: int) -> None:
         self.began[ordinal] = time.monotonic()
 
-    def end(self, document: FinishedDocument, is_paid: bool) -> None:
-        """Ends a document. ``is_paid``: not all of its answers were there before."""
+    def end(self, document: FinishedDocument, is_paid: bool, cost: int) -> None:
+        """Ends a document.
+
+        Args:
+            is_paid: not all of its answers were there before.
+            cost: of its new answers, in billionths.
+        """
         costs = self.reader.costs
         milliseconds = 1000 * (time.monotonic() - self.began.pop(document.ordinal))
         if is_paid:
-            cost = document.prompt_tokens * self._prices.get("prompt", 0)
-            cost += document.completion_tokens * self._prices.get("completion", 0)
-            costs.add(cost, milliseconds)
+            spent = RunTotals(0, document.prompt_tokens, document.completion_tokens, cost)
+            costs.add(max(self._limits.spent(spent)), milliseconds)
         else:
             costs.longest_unpaid = max(costs.longest_unpaid, milliseconds)
 

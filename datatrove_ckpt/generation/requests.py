@@ -157,7 +157,7 @@ class DocumentAnswers:
 
     Attributes:
         is_asked: whether ``saved`` is called for each request, also if nothing is saved.
-        paid: number of answers that this attempt has paid for.
+        paid, cost: number of answers that this attempt has paid for, and their cost in billionths.
         hashes, payloads: hash and payload of the last request of each rollout.
         reused: number of requests and calls of each rollout that earlier attempts have saved.
         cut_off, empty: number of answers that ended at max_tokens, and of answers without a text,
@@ -169,7 +169,7 @@ class DocumentAnswers:
     failure: CkptError | None = None
     is_asked = False
     failed = cut_off = empty = 0
-    parked = batch_answers = paid = 0
+    parked = batch_answers = paid = cost = 0
     _cached: asyncio.Future[dict[AnswerKey, CachedAnswer]] | None = None
     _pending = 0
 
@@ -649,7 +649,9 @@ class RolloutRequests:
             await self._raise(error, key, payload)
         if "service_tier" in sent and not completion.service_tier:
             completion.service_tier = str(sent["service_tier"] or "")
+        cost_before = rank.observer.own.cost
         tokens = rank.observer.answered(completion, model.config)
+        answers.cost += rank.observer.own.cost - cost_before
         if ends_pieces:
             model.halves += 1
             model.half_tokens += tokens[1]

@@ -19,6 +19,10 @@ LOOK, TICK = 0.1, 0.02
 """Seconds until a process reads the others' costs, and until a task that waits asks again."""
 
 
+def document(ordinal):
+    return SimpleNamespace(ordinal=ordinal, prompt_tokens=0, completion_tokens=0)
+
+
 class Checkpoint:
     def __init__(self, name):
         self.folder = Path("checkpoints", name)
@@ -49,7 +53,6 @@ class Run:
         self.events = []
         self.step = SimpleNamespace(
             limits=self.limits,
-            models={"": SimpleNamespace(all_prices=[{"completion": 0}, {"completion": 1}])},
             checkpoints_local_dir="checkpoints",
             checkpoints_root=Path("checkpoints"),
             checkpoints_remote_dir=None,
@@ -118,8 +121,7 @@ class Run:
                 own = watch.checkpoint.own
                 own.requests += 1
                 own.cost += round(cost * 1e9)
-                tokens = {"prompt_tokens": 0, "completion_tokens": cost}
-                watch.end(SimpleNamespace(ordinal=ordinal, **tokens), True)
+                watch.end(document(ordinal), True, round(cost * 1e9))
                 self.begin(watch)
         return busy / max(seconds, TICK) / self.places / len(self.watches)
 
@@ -192,7 +194,7 @@ def test_until_the_others_are_known_documents_begin_at_what_this_process_has_spe
     for ordinal in range(4):
         run.now += 1
         checkpoint.own.cost += 10**9
-        watch.end(SimpleNamespace(ordinal=ordinal, prompt_tokens=0, completion_tokens=1), True)
+        watch.end(document(ordinal), True, 10**9)
     assert all(watch.affords(4 + number) for number in range(10))
     reader.read()
     assert reader.at_start == earlier
@@ -206,7 +208,7 @@ def test_documents_that_cost_nothing_hold_none_back(monkeypatch):
     (watch,) = run.watches
     assert [watch.affords(ordinal) for ordinal in range(5)] == [True] * 4 + [False]
     run.now = 1.0
-    watch.end(SimpleNamespace(ordinal=0), False)
+    watch.end(document(0), False, 0)
     assert all(watch.affords(ordinal) for ordinal in range(10, 20))
     run.now = 3.0  # those that take longer may cost something
     assert not watch.affords(20)
@@ -221,7 +223,7 @@ def test_a_document_that_hangs_holds_no_others_back(monkeypatch):
         watch.begin(ordinal)
         run.now += 10
         watch.checkpoint.own.cost += 10**9
-        watch.end(SimpleNamespace(ordinal=ordinal, prompt_tokens=0, completion_tokens=1), True)
+        watch.end(document(ordinal), True, 10**9)
     run.now += 100_000
     assert all(watch.affords(100 + number) for number in range(30))
 

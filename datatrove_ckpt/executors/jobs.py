@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 _LABEL = "datatrove_ckpt_run"
 _SETTINGS = "DATATROVE_CKPT_JOB_SETTINGS"
+_CANCELED = "canceled"
 _ALL_RANKS = 2  # codes of ``code_of_rank``
 _LIMIT_REACHED = 4
 
@@ -244,12 +245,15 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             logger.success(stats.get_repr(f"All {self.tasks} tasks"))
 
     def cancel(self) -> int:
-        """Cancels the jobs of this run, and returns their number. Another coordinator that sees one
-        of them end starts no further jobs.
+        """Cancels the jobs of this run, and returns their number. Another coordinator starts no
+        further jobs.
 
         Raises:
             CkptError: some jobs could not be canceled; the message names them.
         """
+        # Between two jobs there is nothing to cancel.
+        with suppress(OSError), self.logging_dir.open(_CANCELED, "w") as file:
+            file.write(str(time.time()))
         jobs = self._alive()
         not_canceled = []
         reason = ""
@@ -291,6 +295,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         def look() -> tuple[int, int, dict[int, str]]:
             return len(claims.free().ranks), len(claims.other_claimants()), claims.given_up()
 
+        began = time.time()
         seen: dict[str, _Job] = {}
         retries = 0
         while True:
@@ -310,7 +315,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
                 return
             number = _wanted(self.workers, len(alive), at_work, free)
             if incomplete and not is_limited and number > 0:
-                self._start(alive, number, retries)
+                self._start(alive, number, retries, began)
             seen = alive
             time.sleep(self.poll_interval)
 
@@ -364,7 +369,13 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             logger.warning(f"{end}. Another job continues its tasks.")
         return retries
 
-    def _start(self, alive: dict[str, _Job], number: int, retries: int) -> None:
+    def _start(self, alive: dict[str, _Job], number: int, retries: int, began: float) -> None:
+        with (
+            suppress(OSError, ValueError),
+            self.logging_dir.open(_CANCELED, "r") as file,
+        ):
+            if float(file.read()) > began:
+                raise CkptError("This run was canceled. Run the same command again to resume.")
         reached = self._progress()
         for _ in range(number):
             try:

@@ -11,6 +11,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -366,6 +367,18 @@ def test_jobs_with_other_settings_are_refused(hub, here, monkeypatch):
         CheckpointMismatch, match="with other settings, rollout code or package: url"
     ):
         executor._running()
+
+
+def test_a_cancellation_between_two_jobs_starts_no_other(hub, jobs, here, monkeypatch):
+    executor = an_executor(hub, here)
+    began = time.time()
+    monkeypatch.setattr(executor, "_submit", lambda reached, retries: _Job("1", "url"))
+    alive = {}
+    assert executor.cancel() == 0
+    with pytest.raises(CkptError, match="This run was canceled"):
+        executor._start(alive, 1, 0, began)
+    executor._start(alive, 1, 0, time.time())  # the same command again
+    assert alive.keys() == {"1"}
 
 
 def test_jobs_that_cannot_be_canceled_are_named_and_the_others_are(hub, here, monkeypatch):

@@ -20,6 +20,8 @@ from datatrove_ckpt.checkpoint import identity, layout, run_limits
 from datatrove_ckpt.checkpoint.checksummed_lines import Json, size_of
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged, OutputFile
 from datatrove_ckpt.checkpoint.job_file import (
+    RankBinding,
+    compare_runs,
     name_tasks,
     recorded_output,
     removed_ranks,
@@ -186,6 +188,7 @@ def verify(location: RunLocation, full: bool = False) -> VerifyReport:
         report.add(_check_rank(report, rank))
         report.add(_check_input(rank, readers))
         rank.commits = {}
+    report.add(_check_settings(report))
     report.add(_check_ranks(report))
     report.add(_check_recorded(report))
     report.add(check_output(report))
@@ -321,6 +324,24 @@ def _check_recorded(report: VerifyReport) -> Iterator[Problem]:
             yield Problem("corrupt", message, path=str(path))
 
 
+def _check_settings(report: VerifyReport) -> Iterator[Problem]:
+    """A retry has settings of its own."""
+    ranks = {rank.number: rank for rank in report.ranks if not rank.root and rank.settings}
+    usual = next((rank.settings for rank in ranks.values()), {})
+    if report.job:
+        usual = identity.settings_in(report.job)
+    differing = {number: rank.run for number, rank in ranks.items() if rank.settings != usual}
+    done = RankBinding(holds_work=True, is_finished=True, is_live=False)
+    comparison = compare_runs(
+        differing, lambda rank: done, report.job, identity.RunIdentity(usual), only_tasks=False
+    )
+    for number, changes in comparison.by_rank.items():
+        rank = ranks[number]
+        differences = "; ".join(line for change in changes for line in change.lines)
+        message = f"has other settings than the run: {differences}."
+        yield Problem("identity", message, *rank.key, path=str(rank.folder / layout.RUN))
+
+
 def _check_ranks(report: VerifyReport) -> Iterator[Problem]:
     # A retry has only ranks with dead letters, so its ranks do not count.
     ranks = {rank.number for rank in report.ranks if not rank.root}
@@ -339,6 +360,11 @@ def _check_ranks(report: VerifyReport) -> Iterator[Problem]:
             f"completions/{rank:05d} in logging_dir, then run."
         )
         yield Problem("rank", message, rank=rank, path=folder)
+    for rank in sorted(ranks):
+        if 0 < report.tasks <= rank:
+            folder = str(layout.rank_folder(report.checkpoints, rank))
+            message = f"is one too many: the run has {tasks}."
+            yield Problem("rank", message, rank=rank, path=folder)
 
 
 # Input files --------------------------------------------------------------------------------------

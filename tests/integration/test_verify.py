@@ -21,6 +21,7 @@ from datatrove_ckpt.run_folder.verify import check_output
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.crashes import CopyingDisk, assert_same_output_after_crash, disk_in_place
 from tests.jobs import documents, letters, rejects, runner
+from tests.kept import edit
 from tests.patience import until_async
 from tests.power_loss import CopyingPowerLossDisk
 
@@ -79,6 +80,10 @@ def edit_commits(folder, change, rank=0):
     path.write_bytes(
         b"".join(add_checksum(orjson.dumps(content)) for content in changed if content is not None)
     )
+
+
+def edit_settings(folder, rank, **changes):
+    edit(folder / "checkpoints" / f"{rank:05d}" / "run.json", **changes)
 
 
 # clean -------------------------------------------------------------------------------------------
@@ -194,6 +199,19 @@ OTHER_DAMAGE = {
         lambda job: (job / "checkpoints/00000/shard.json").unlink(),
         ["shard.json is missing. Restore it from a copy."],
     ),
+    "identity": (
+        lambda job: edit_settings(
+            job,
+            1,
+            model="other",
+            accepted_changes=[{"field": "model", "old": "fake", "new": "a third"}],
+        ),
+        ['task 1: has other settings than the run: model: "other" -> "fake".'],
+    ),
+    "one too many": (
+        lambda job: [edit_settings(job, rank, tasks=1) for rank in range(2)],
+        ["task 1: is one too many: the run has 1 task."],
+    ),
     "dead_letters": (
         lose_a_dead_letter,
         [
@@ -277,6 +295,10 @@ def test_changes_that_were_accepted_between_two_ranks_are_no_problem(tmp_path, s
     step = runner(tmp_path, server, metadata_key="second", output_writer=moved, accept_changes=True)
     step.run(documents(1), rank=1, world_size=2)
     said("verify", tmp_path, "--full")
+    for rank in range(2):
+        edit_settings(tmp_path, rank, accepted_changes=[])
+    (tmp_path / "checkpoints/job.json").unlink()
+    assert "has other settings than the run" in said("verify", tmp_path, code=1)
 
 
 def test_status_and_verify_work_while_a_run_is_on_and_its_rank_is_not_repaired(

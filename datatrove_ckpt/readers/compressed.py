@@ -36,7 +36,7 @@ from datatrove_ckpt.readers.inputs import file_error, naming_hub_input
 _CODECS_BY_SUFFIX = {".zst": "zstd", ".lz4": "lz4"}
 _PACKAGES = {"zstd": "'datatrove-ckpt[zstd]'", "lz4": "lz4", "snappy": "python-snappy"}
 _DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile)
-_LIBRARIES = {"zstandard", "isal", "backports", "compression", "lz4", "snappy", "pyarrow"}
+_LIBRARIES = {"zstandard", "igzip_lib", "backports", "compression", "lz4", "snappy", "pyarrow"}
 WHOLE = "whole"
 _PADDED_STREAM = b"\0\0\0\0\xfd7zXZ\0"
 

@@ -26,7 +26,7 @@ from datatrove_ckpt.readers import (
     position_state,
 )
 from datatrove_ckpt.readers.blocks import BlockInput
-from datatrove_ckpt.readers.compressed import refuse_partial_files
+from datatrove_ckpt.readers.compressed import naming_damage, refuse_partial_files
 from tests.unit.tables import reader_of, write_table
 
 LINES = [b'{"text": "%d", "id": "%d"}\n' % (i, i) for i in range(2000)]
@@ -185,6 +185,15 @@ def test_a_compressed_file_that_is_cut_off_or_changed_is_an_error_that_names_it(
         (tmp_path / f"a.jsonl.{suffix}").write_bytes(content)
         with pytest.raises(InputError, match=rf"'a.jsonl.{suffix}' is damaged or cut off: "):
             list(JsonlReader(tmp_path.as_posix()).run())
+
+
+def test_an_error_of_isal_which_fsspec_takes_for_gzip_is_damage():
+    error = type("IsalError", (Exception,), {"__module__": "igzip_lib"})(
+        "Invalid lookback distance"
+    )
+    message = "'a.gz' is damaged or cut off: Invalid lookback"
+    with pytest.raises(InputError, match=message), naming_damage("a.gz"):
+        raise error
 
 
 def test_a_zstd_file_that_is_cut_between_two_blocks_or_within_a_later_frame_is_an_error(

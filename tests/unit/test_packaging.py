@@ -7,6 +7,7 @@ import re
 import sys
 import tomllib
 from importlib.metadata import packages_distributions, version
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,11 @@ def test_what_is_imported_is_declared_and_a_plain_dependency_is_imported():
     } == set()
     plain = {normalized(re.match(r"[\w.-]+", line)[0]) for line in PROJECT["dependencies"]}
     assert plain <= set().union(*by_name.values())
+
+
+def test_each_requirement_has_a_lower_bound():
+    lines = [*PROJECT["dependencies"], *chain(*PROJECT["optional-dependencies"].values())]
+    assert [line for line in lines if not re.search(r">=\d|^datatrove-ckpt\[", line)] == []
 
 
 def test_the_version_is_the_installed_one():

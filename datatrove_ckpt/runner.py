@@ -7,14 +7,15 @@ there.
 
 from collections.abc import Iterable
 
-from datatrove.data import Document
-from datatrove.utils.stats import Stats
-
-from datatrove_ckpt.common.redaction import Veiled
-from datatrove_ckpt.generation.runner_settings import RunnerSettings
-from datatrove_ckpt.process import task_log  # noqa: F401 (for its import)
 from datatrove_ckpt.process.gc_tuning import gc_paused
-from datatrove_ckpt.process.host_loop import run_hosted
+
+with gc_paused():
+    from datatrove.data import Document
+    from datatrove.utils.stats import Stats
+
+    from datatrove_ckpt.common.redaction import Veiled
+    from datatrove_ckpt.generation.runner_settings import RunnerSettings
+    from datatrove_ckpt.process.host_loop import run_hosted
 
 
 class InferenceRunner(RunnerSettings):

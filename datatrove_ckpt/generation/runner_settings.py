@@ -14,7 +14,6 @@ from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from fsspec.utils import get_protocol
 from loguru import logger
-from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.job_file import recorded_settings
@@ -34,7 +33,7 @@ from datatrove_ckpt.output.document_codec import RowsOf, exploded, one_row
 from datatrove_ckpt.output.hub import CommitPace
 from datatrove_ckpt.output.writer_checks import check_output_folder, check_writer, with_our_uploads
 from datatrove_ckpt.process.open_files import requests_at_once
-from datatrove_ckpt.process.preemption import Preemption, Setting, check_notice
+from datatrove_ckpt.process.preemption_notices import Setting, check_notice
 from datatrove_ckpt.process.shutdown import SIGNALS, check_signals
 from datatrove_ckpt.process.task_errors import safe_log
 from datatrove_ckpt.rollouts import BatchRollout, EmbedRollout, PromptRollout, Rollout, for_config
@@ -43,6 +42,7 @@ from datatrove_ckpt.user_code import script_names
 from datatrove_ckpt.user_code.code_identity import CodeIdentity, code_identity, code_of
 
 if TYPE_CHECKING:
+    from datatrove_ckpt.process.preemption import Preemption
     from datatrove_ckpt.readers.shard_record import StepRecord
 
 
@@ -105,6 +105,7 @@ class RunnerSettings(PipelineStep):
 
     def __post_init__(self) -> None:
         super().__init__()
+        self._ready_process()
         safe_log()
         check(RunnerSettings, vars(self))
         self.form = form()
@@ -328,6 +329,8 @@ class RunnerSettings(PipelineStep):
         seconds = 0.0
         if self.checkpoints_local_dir is not None:
             seconds = self.drain_seconds
+        from datatrove_ckpt.process.preemption import Preemption
+
         return Preemption(self.drain_signals, seconds, self.preemption_notice)
 
     @property
@@ -370,8 +373,15 @@ class RunnerSettings(PipelineStep):
     def record_steps_before(self, steps: Sequence[object]) -> None:
         self.steps_before = described(steps)
 
-    def __init_subclass__(cls, **kwargs: object) -> None:
-        super().__init_subclass__(**kwargs)
+    @classmethod
+    def _ready_process(cls) -> None:
+        """Does what every process needs that has a step, and not who only imports its class:
+        multiprocess and datatrove's executors are slow to import.
+        """
+        from multiprocess.reduction import ForkingPickler
+
+        from datatrove_ckpt.process import task_log  # noqa: F401 (for its import)
+
         ForkingPickler.register(cls, _for_process)
 
     def code(self) -> CodeIdentity:
@@ -403,6 +413,7 @@ class RunnerSettings(PipelineStep):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self._ready_process()
         names = state.pop("_script_names", None)
         self.__dict__.update(state)
         if names is not None:

@@ -8,13 +8,15 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.side_effects import SETUP, watched
-from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import no_exit
 from datatrove_ckpt.rollouts import ReadyMade, Rollout
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.process.preemption import Preemption
 
 
 def name_of(function: object) -> str:
@@ -110,7 +112,7 @@ def _check_call(rollout_fn: Rollout, shared: Shared, complete: bool) -> None:
 
 
 @contextmanager
-def shared_arguments(context: SharedContext, preemption: Preemption) -> Iterator[Shared]:
+def shared_arguments(context: SharedContext, preemption: "Preemption") -> Iterator[Shared]:
     """Enters ``shared_context``, in any of its four forms, and yields the arguments.
 
     Raises:

@@ -14,13 +14,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import multiprocess
-
 _THREAD_NAME = "datatrove-ckpt parent watch"
 
 
 def managers() -> list[Any]:
-    children = multiprocess.active_children()
+    module = sys.modules.get("multiprocess")  # it takes long to import
+    children = module.active_children() if module is not None else []
     return [child for child in children if child.name.startswith("SyncManager-")]
 
 
@@ -33,7 +32,9 @@ def end_managers() -> None:
 
 
 def die_with_parent() -> None:
-    parent = multiprocess.parent_process()
+    from multiprocess import parent_process
+
+    parent = parent_process()
     if parent is None or any(thread.name == _THREAD_NAME for thread in threading.enumerate()):
         return
     wait: Callable[[], object] = parent.join

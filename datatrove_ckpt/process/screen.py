@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple, NoReturn, Self, TextIO
 
-import multiprocess
 from loguru import logger
 
 from datatrove_ckpt.common.counts import InputPosition, Processed
@@ -479,11 +478,13 @@ class Screen:
 
     def __enter__(self) -> Self:
         global _report
+        from multiprocess import parent_process  # it takes long to import
+
         self._outer = _report
         _report = self.update
-        if has_terminal() and multiprocess.parent_process() is None:
+        if has_terminal() and parent_process() is None:
             self._terminal = BarTerminal(lambda columns: bar(self.progress, columns)).__enter__()
-        elif "ipykernel" in sys.modules and multiprocess.parent_process() is None:
+        elif "ipykernel" in sys.modules and parent_process() is None:
             with suppress(ImportError):
                 self._terminal = NotebookBar(self.progress)
         if self._terminal is not None:

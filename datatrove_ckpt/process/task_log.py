@@ -4,7 +4,8 @@ A task appends to its log: datatrove would truncate the log of a living rank tha
 Ranks that run at once in this process have separate logs; lines of other threads go to all of them.
 On a full disk a log lacks lines: the task's error says why.
 
-Imported with ``InferenceRunner``, and so by every process that unpickles an executor with its step.
+Imported by each ``InferenceRunner``, and so in every process that unpickles an executor with its
+step.
 """
 
 import io

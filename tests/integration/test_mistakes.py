@@ -24,7 +24,7 @@ from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.config.generation_params import refuse_near_misses
 from datatrove_ckpt.config.inference_config import models_of
 from datatrove_ckpt.output.writer_checks import check_writer, refuse_equal_folders
-from datatrove_ckpt.process.preemption import check_notice
+from datatrove_ckpt.process.preemption_notices import check_notice
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer
 from datatrove_ckpt.torch import EverySeconds, EverySteps, Last, Mix, Pack, ReaderDataset, dataset

@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from datatrove_ckpt.process import preemption
-from datatrove_ckpt.process.preemption import watched_notices
+from datatrove_ckpt.process import preemption_notices
+from datatrove_ckpt.process.preemption_notices import watched_notices
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.patience import until
@@ -94,8 +94,8 @@ def metadata(monkeypatch):
     # A daemon: else the SystemExit of a rank in this process ends the process a little later.
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
-    monkeypatch.setattr(preemption, "POLL_SECONDS", 0.001)
-    monkeypatch.setattr(preemption, "METADATA", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(preemption_notices, "POLL_SECONDS", 0.001)
+    monkeypatch.setattr(preemption_notices, "METADATA", f"http://127.0.0.1:{server.server_port}")
     yield metadata
     server.shutdown()
     thread.join()
@@ -127,9 +127,9 @@ import datatrove_ckpt
 from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
 from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.process import preemption
+from datatrove_ckpt.process import preemption_notices
 
-preemption.POLL_SECONDS = 0.05
+preemption_notices.POLL_SECONDS = 0.05
 
 def documents(data, rank, world_size):
     yield from (Document(text=f"text {rank} {n}", id=f"{rank} {n}") for n in range(9))

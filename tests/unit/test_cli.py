@@ -182,6 +182,10 @@ _COMMAND = "from datatrove_ckpt.cli.main import main\ntry: main({})\nexcept Syst
             {"http.client", "datatrove", "aiohttp", "numpy", "pyarrow"},
         ),
         (
+            "import datatrove_ckpt.runner",
+            {"multiprocess", "dill", "datatrove.executor"} | _OF_A_RUN,
+        ),
+        (
             "from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor",
             _OF_A_RUN | _OF_A_FILE,
         ),

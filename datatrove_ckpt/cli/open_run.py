@@ -1,7 +1,7 @@
 """Opens the run that WHAT names on the command line."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -26,6 +26,12 @@ def steps_of(arguments: argparse.Namespace) -> dict[str, StepFolder]:
     return steps
 
 
+def note_stale(steps: Mapping[str, StepFolder], name: str) -> None:
+    stale = outdated(steps)
+    if name in stale:
+        note(f"{steps[name].folder} is stale: the rows of step {stale[name]} have changed.")
+
+
 def open_run(
     arguments: argparse.Namespace,
     wants_file: Callable[[str, int], bool] = lambda name, size: True,
@@ -43,9 +49,7 @@ def open_run(
         what = str(step.folder)
         if not (step.has_begun or step.rows):
             raise run_location.RunNotStarted(f"{what}: this step has not begun. Another: --step.")
-        stale = outdated(steps)
-        if name in stale:
-            note(f"{what} is stale: the rows of step {stale[name]} have changed.")
+        note_stale(steps, name)
     elif steps or name:
         folders = ", ".join(str(step.folder) for step in steps.values())
         raise ConfigError(f"{what}: give the folder of a step: {folders or 'it has none'}.")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import orjson
 
 from datatrove_ckpt.checkpoint.run_limits import NO_TOTALS
+from datatrove_ckpt.cli.open_run import note_stale
 from datatrove_ckpt.cli.printing import say, say_result
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.run_folder import queries, status_text
@@ -53,6 +54,8 @@ def show(steps: Mapping[str, StepFolder], arguments: argparse.Namespace) -> int:
     from datatrove_ckpt.run_folder.documents import rows_of
 
     query = queries.parse(arguments.sql, "--sql")
+    for name in query.tables:
+        note_stale(steps, name)
     tables = {name: rows_of(steps[name]) for name in query.tables if name in steps}
     with_rows = {name: paths for name, paths in tables.items() if paths}
     say(queries.printed(query, with_rows, arguments.n))

@@ -35,7 +35,14 @@ from datatrove_ckpt.common.formatting import did_you_mean
 from datatrove_ckpt.common.launchers import default_mirror
 from datatrove_ckpt.common.setting_types import parameters_of
 from datatrove_ckpt.config.templates import parse
-from datatrove_ckpt.errors import ConfigError, form, named, use_form
+from datatrove_ckpt.errors import (
+    CheckpointMismatch,
+    ConfigError,
+    form,
+    named,
+    start_over,
+    use_form,
+)
 from datatrove_ckpt.output.formats import BY_NAME
 from datatrove_ckpt.readers import READERS
 
@@ -528,7 +535,11 @@ def _input(job: ShortJob, inspect_only: bool, rows: object, saved: SavedInput) -
 def _query(given: Node, inspect_only: bool, saved: SavedInput) -> str:
     if not inspect_only:
         query = read_query(given, "input")
-        saved.save_query(query, {}, {"sql": query.sql, "steps": {}})
+        try:
+            saved.save_query(query, {}, {"sql": query.sql, "steps": {}})
+        except CheckpointMismatch as error:
+            error.advice = f" Undo the change. {start_over(keeps_results=True)}"
+            raise
     return f"{saved.folder}/*.parquet"
 
 

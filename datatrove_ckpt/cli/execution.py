@@ -304,7 +304,7 @@ def advise(error: Exception, plan: RunPlan, argv: Sequence[str] = ()) -> None:
                 text = str(value)
                 if isinstance(value, bool):
                     text = text.lower()
-                flag = f"--{name.replace('_', '-')}"
+                flag = f"--{plan.setting_paths.get(name, name).replace('_', '-')}"
                 added = [flag, text]
                 if not form():
                     flag = f"--{paths.get(name, f'{runner}.{name}')}"

@@ -66,9 +66,9 @@ _LOCK = "steps.lock"
 """Held while rows are made: workers wait for it."""
 _RUN_LOCK = "run.lock"
 """Held by a run of all tasks, until its end."""
+_REDO = "redo.json"
+"""File in the run folder while a redo is under way: its steps, and the moves still to be made."""
 _RUNS = "it is not finished"
-_LIMITS = ("max_cost", "max_total_tokens")
-"""Settings that hold for all steps together, but those that have their own."""
 _FIRST = 20  # documents whose columns stand for those of all
 _OF_TYPE = {"string": "", "integer": 1, "number": 0.5, "boolean": True}
 _RESERVED = ("input", "output", "checkpoints", "logs")
@@ -87,14 +87,14 @@ class Step(StepFolder):
         label: names it in messages.
         settings: those of its run; empty for a query.
         sources: the steps that it reads.
-        shared_limits: the limits that hold for all steps together.
+        own: its settings without those beside the steps.
     """
 
     label: str
     settings: Node
     query: Query | None
     sources: list[Self]
-    shared_limits: Sequence[str]
+    own: Node
 
     @property
     def is_run(self) -> bool:
@@ -193,22 +193,27 @@ class Step(StepFolder):
             config = short_form.expand(job)
             executor = yaml_config.build(config)
             executor.keeps_servers = True
+            executor.setting_paths = {name: f"steps.{self.name}.{name}" for name in self.own}
             runner = RunPlan(executor).runners[0]
-            moved = self.folder.parent.glob(f"{self.name}.[0-9]*")  # by ``redo``
+            moved = self.folder.parent.glob(f"{self.name}.[0-9]*")  # by ``redo_steps``
+            finished = earlier_runs.add_finished(runner, moved)
+            if finished:
+                arguments = config["executor"]["init_args"]["pipeline"][runner.index]["init_args"]
+                arguments["finished_from"] = finished
             executor.pipeline[runner.index] = runner.step.changed(
-                finished_from=earlier_runs.add_finished(runner, moved),
-                spent_before=self._spent_before(),
+                finished_from=finished, spent_before=self._spent_before()
             )
         return config, executor
 
     def _spent_before(self) -> tuple[float, int]:
+        shared = {"max_cost", "max_total_tokens"} & self.settings.keys() - self.own.keys()
         before = NO_TOTALS
-        if self.shared_limits:
+        if shared:
             for name, other in step_folders(self.folder.parent).items():
                 if name != self.name:
                     before += other.state().run_totals
-        cost = before.cost / 1e9 if "max_cost" in self.shared_limits else 0.0
-        return cost, before.tokens if "max_total_tokens" in self.shared_limits else 0
+        cost = before.cost / 1e9 if "max_cost" in shared else 0.0
+        return cost, before.tokens if "max_total_tokens" in shared else 0
 
 
 def _example(schema: object) -> object:
@@ -233,6 +238,7 @@ def read_steps(short: Node, source: str) -> list[Step]:
         raise ConfigError(f"{source}: steps: a mapping of names to steps; it is {given!r}.")
     if not isinstance(short.get("run_folder"), str) or "://" in short["run_folder"]:
         raise ConfigError(f"{source}: run_folder: steps need a folder of this machine.")
+    yaml_config.refuse_unknown(short, [*short_form.settings()], source)
     root = Path(short["run_folder"]).expanduser()
     steps: dict[str, Step] = {}
     for name, node in given.items():
@@ -258,8 +264,7 @@ def read_steps(short: Node, source: str) -> list[Step]:
             elif query and re.fullmatch(r"\w+", table):
                 hint = did_you_mean(table, steps)
                 raise ConfigError(f'{query.label}: there is no step "{table}" above it{hint}')
-        shared = [limit for limit in _LIMITS if limit in short and limit not in node]
-        steps[name] = Step(root / name, label, settings, query, sources, shared)
+        steps[name] = Step(root / name, label, settings, query, sources, node)
     return [*steps.values()]
 
 
@@ -289,8 +294,8 @@ def _read_input(settings: Node, label: str, above: Mapping[str, Step]) -> Query 
 
 
 def redo_steps(steps: Sequence[Step], names: Sequence[str]) -> None:
-    """Moves steps, and those that depend on them, aside. After a kill, the same command moves the
-    rest.
+    """Moves steps, and those that depend on them, aside. Until all steps have run, the redo is
+    under way: given again, it moves nothing that has begun anew.
 
     Raises:
         ConfigError: there is no such step, or its checkpoints are also elsewhere.
@@ -300,12 +305,15 @@ def redo_steps(steps: Sequence[Step], names: Sequence[str]) -> None:
     for name in names:
         if name not in known:
             raise ConfigError(f"--redo: {name} is no step{did_you_mean(name, known)}")
-    again: list[Step] = []
+    record = steps[0].folder.with_name(_REDO)
+    if {*names} <= {*_move_aside(record)}:
+        return
+    moves: dict[str, str] = {}
     with ExitStack() as stack:
         for step in steps:
-            if step.name not in names and not any(source in again for source in step.sources):
+            if step.name not in names and not any(each.name in moves for each in step.sources):
                 continue
-            again.append(step)
+            moves[step.name] = files.free_name(step.folder, ".").name
             if step.settings.get("checkpoints_remote_dir"):
                 raise ConfigError(
                     f"{step.label}: checkpoints_remote_dir: --redo does not move a mirror. Give "
@@ -315,10 +323,23 @@ def redo_steps(steps: Sequence[Step], names: Sequence[str]) -> None:
                 raise CheckpointLocked(f"A process works on {step.folder}. Stop it, and run again.")
             for rank in layout.rank_folders(step.folder / "checkpoints"):
                 stack.callback(Lock(rank / layout.LOCK).release)
-        for step in reversed(again):  # no step is ever beside newer input
-            if step.folder.exists():
-                files.disk.rename(step.folder, files.free_name(step.folder, "."))
-                files.disk.sync_dir(step.folder.parent)
+        files.disk.replace(record, orjson.dumps({"steps": names, "moves": moves}))
+        _move_aside(record)
+
+
+def _move_aside(record: Path) -> list[str]:
+    """Makes the moves of the redo that is under way, and returns its steps."""
+    if not record.exists():
+        return []
+    redo = orjson.loads(record.read_bytes())
+    for name, aside in reversed(redo["moves"].items()):  # no step is ever beside newer input
+        if record.with_name(name).exists() and not record.with_name(aside).exists():
+            files.disk.rename(record.with_name(name), record.with_name(aside))
+            files.disk.sync_dir(record.parent)
+    if redo["moves"]:
+        files.disk.replace(record, orjson.dumps({**redo, "moves": {}}))
+    steps: list[str] = redo["steps"]
+    return steps
 
 
 def runs(
@@ -366,6 +387,7 @@ def runs(
             reason = step.unfinished()
             if reason:
                 raise TooManyDeadLetters(f"{step.label}: {reason}")
+        files.disk.remove(root / _REDO)
 
 
 @contextmanager
@@ -373,6 +395,7 @@ def _naming(step: Step) -> Iterator[None]:
     try:
         yield
     except CheckpointMismatch as error:
+        files.disk.remove(step.folder.with_name(_REDO))  # which cannot continue
         error.add_note(
             f"This is the first step that has changed: {step.label}. Undo the change, or run with "
             f"--redo {step.name}, which runs this step and what depends on it anew."

@@ -101,6 +101,7 @@ class RunPlan:
         as_jobs: the tasks run on disks that no other machine can read.
         submits: ``run`` only submits the tasks, unless it runs in an element of an array.
         workers: the executor's number of workers; -1: one for each task.
+        setting_paths: where settings of a step stand in the short form.
         waits: another job has yet to create the input.
         listed: the names of the input files before the run, by their reader.
         for_doctor: the checks change nothing, and also read and try what a run would find out.
@@ -124,6 +125,7 @@ class RunPlan:
         self.as_jobs = kind.has_own_disks
         self.submits = kind.submits and kind.in_task not in os.environ
         self.workers: int = getattr(executor, "workers", -1)
+        self.setting_paths: Mapping[str, str] = getattr(executor, "setting_paths", {})
         self.logging_dir: DataFolder = executor.logging_dir
         depends = getattr(executor, "depends", None)
         self.depends = None if depends is None else RunPlan(depends)

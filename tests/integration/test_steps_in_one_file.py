@@ -343,11 +343,65 @@ def test_a_redo_that_is_cut_and_given_again_keeps_what_it_has_paid(finished, com
     write(finished, changed("answers", prompt="Reply: {text}"), max_concurrent_generations=1)
     cut = "--steps.answers.max-total-tokens=40"
     said = command("run", "job.yaml", "--redo", "answers", cut, code=4)
-    assert f"datatrove-ckpt run job.yaml {cut}" in said.err  # it keeps answers of half documents
+    flag = cut.replace("=40", " 80")
+    assert f"The whole command: datatrove-ckpt run job.yaml {flag}\n" in said.err
     paid = finished.asked.total()
     assert 1 < paid < 12
     command("run", "job.yaml", "--redo", "answers")
     assert set(finished.asked.values()) == {1}
+
+
+ASK_TWICE = """
+async def rollout(document, generate):
+    for text in ("First", "Then"):
+        await generate({"messages": [{"role": "user", "content": f"{text}: {document.text}"}]})
+    return "good"
+"""
+
+
+def test_a_redo_that_is_given_again_keeps_the_answers_of_half_a_document(server, command):
+    """In the step, and in one that depends on it; unless another step is named."""
+    Path("ask.py").write_text(ASK_TWICE)
+    steps = {
+        "texts": {"sql": "select id, text from read_json('docs.jsonl') limit 1"},
+        "answers": {"input": "texts", "rollout": "ask.rollout"},
+        "judged": {"input": "answers", "rollout": "ask.rollout", "answer": "rating"},
+    }
+    write(server, steps)
+    command("run", "job.yaml")
+    write_rows("docs.jsonl", [{**ROWS[0], "text": "other"}])
+    server.asked.clear()
+    for number in (1, 2):  # of the step itself, and of the one that depends on it
+        server._status = rejects(["Then: other"], 401) if number == 1 else lambda *call: None
+        command("run", "job.yaml", "--redo", "texts", code=int(number == 1))
+        assert not Path("qa/answers.2").exists()
+    assert server.asked == {"First: other": 2, "Then: other": 3}
+    assert not Path("qa/redo.json").exists()
+    command("run", "job.yaml", "--redo", "texts")  # a redo of its own
+    assert Path("qa/answers.2").exists()
+
+
+def test_a_redo_that_cannot_continue_is_given_anew(finished, command):
+    finished._status = rejects(["Judge: answer to Answer: text 90"], 401)
+    rows = [*ROWS, {"id": "id 90", "text": "text 90", "topic": "topic 1"}]
+    write_rows("docs.jsonl", rows)
+    command("run", "job.yaml", "--redo", "answers", code=1)
+    finished._status = lambda *call: None
+    write_rows("docs.jsonl", [{**rows[0], "text": "text 7"}, *rows[1:]])
+    for _ in range(2):
+        refused(finished, command, "docs.jsonl", "--redo answers, which runs")
+    command("run", "job.yaml", "--redo", "answers")
+    assert Path("qa/answers.2").exists()
+    assert len(table("answers")) == len(table("judged")) == 13
+
+
+def test_the_printed_long_form_of_a_redone_step_takes_the_old_answers(finished, command):
+    write_rows("docs.jsonl", [*ROWS, {"id": "id 90", "text": "text 90", "topic": "topic 1"}])
+    finished._status = rejects(["Answer: text 90"], 401)
+    command("run", "job.yaml", "--redo", "answers", code=1)
+    (first, *_) = yaml.safe_load_all(command("run", "job.yaml", "--print-config"))
+    taken = first["executor"]["init_args"]["pipeline"][1]["init_args"]["finished_from"]
+    assert taken == ["qa/answers.1/output", "qa/answers.1/checkpoints"]
 
 
 def test_the_newest_answers_of_more_than_nine_redos_come_first(finished, command):
@@ -451,6 +505,8 @@ def test_rows_that_a_retry_brings_later_make_later_steps_stale(command):
         assert "the rows of step judged have changed" in said.error
         assert "--redo topics" in said.error
         said = command("export", "qa", "x.csv", "--step", "topics")
+        assert "qa/topics is stale: the rows of step judged have changed" in said.err
+        said = command("show", "qa", "--sql", "select count(*) from topics")
         assert "qa/topics is stale: the rows of step judged have changed" in said.err
         assert len(server.payloads) == before + 1
         command("run", "job.yaml", "--redo", "topics")
@@ -837,6 +893,23 @@ def test_a_step_with_a_limit_of_its_own_keeps_to_the_other_of_all_steps(server, 
     assert 12 < len(server.payloads) < 20
 
 
+def test_the_advice_at_a_limit_of_a_step_names_the_step(server, command):
+    write(server, changed("judged", max_total_tokens=20), max_concurrent_generations=1)
+    said = command("run", "job.yaml", code=4)
+    (more,) = re.findall(r"The whole command: .* (--steps.judged.max-total-tokens \S+)\n", said.err)
+    sent = len(server.payloads)
+    command("run", "job.yaml", *more.split(), code=4)
+    assert len(server.payloads) > sent
+
+
+@pytest.mark.parametrize("name", ["promt", "max_token"])
+def test_unknown_settings_beside_queries_are_refused(server, command, name):
+    write(server, {"rows": {"sql": "from 'docs.jsonl'"}}, **{name: 3})
+    said = command("run", "job.yaml", code=2).error
+    assert f'job.yaml: unknown key "{name}", did you mean' in said
+    assert not Path("qa").exists()
+
+
 def test_a_query_is_the_input_of_a_single_run(server, command):
     sql = "select id, upper(text) as text, 0.5 as share, sum(1) over () as n from 'docs.jsonl'"
     job = {"run_folder": "x", "input": {"sql": sql}, "prompt": "Answer: {text}", "model": "fake"}
@@ -850,10 +923,9 @@ def test_a_query_is_the_input_of_a_single_run(server, command):
     assert "12 written" in command("status", "job.yaml")
     job["input"] = {"sql": f"{sql} limit 3"}
     Path("job.yaml").write_text(yaml.safe_dump(job))
-    assert (
-        "the query, or a file that it reads, has changed"
-        in command("run", "job.yaml", code=1).error
-    )
+    error = command("run", "job.yaml", code=1).error
+    assert "the query, or a file that it reads, has changed. Undo the change" in error
+    assert "choose another run_folder, and set finished_from to the old run_folder" in error
     assert len(server.payloads) == 12
 
 

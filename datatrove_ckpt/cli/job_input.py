@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from glob import escape, has_magic
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -28,7 +28,7 @@ from datatrove_ckpt.common.formatting import safe_repr
 from datatrove_ckpt.common.lazy_pyarrow import pa, pq
 from datatrove_ckpt.common.redaction import HIDDEN
 from datatrove_ckpt.common.retrying import failure_line
-from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
+from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.readers import READERS, JsonlReader, SeekingReader
 from datatrove_ckpt.readers.compressed import uncompressed
 from datatrove_ckpt.readers.inputs import InputFolder
@@ -315,31 +315,11 @@ class SavedInput:
         return self.save_lines(_lines(rows), "rows")
 
     def save_query(self, query: "Query", tables: "Tables", made_from: JsonObject) -> "KeptRows":
-        """Computes a query, unless its rows are there.
-
-        Raises:
-            CheckpointMismatch: the run has begun with other rows.
-        """
+        """Computes a query, unless its rows are there. Raises as ``queries.keep``."""
         from datatrove_ckpt.run_folder import queries
 
         with queries.locked(self.folder.with_name("query.lock")):
-            kept = queries.kept_rows(self.folder)
-            if kept is None or kept.made_from != made_from or query.reads_files:
-                with queries.computed(query, tables, self.folder, made_from) as new:
-                    if kept is not None and new.digest == kept.digest:
-                        kept = replace(kept, made_from=made_from)
-                        kept.record()
-                    elif kept is None or not self.has_begun:
-                        kept = new.move_to(self.folder)
-                    else:
-                        reason = "the query, or a file that it reads, has changed"
-                        changed = made_from["steps"].items() - kept.made_from["steps"].items()
-                        if changed and kept.made_from["sql"] == query.sql:
-                            reason = f"the rows of step {min(changed)[0]} have changed"
-                        raise CheckpointMismatch(
-                            f"{query.label}: its rows differ from those in {self.folder}, with "
-                            f"which the run has begun: {reason}."
-                        )
+            kept = queries.keep(query, tables, self.folder, made_from, self.has_begun)
             self.record_folder()
         return kept
 

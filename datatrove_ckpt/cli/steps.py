@@ -173,9 +173,8 @@ class Step(StepFolder):
         saved = SavedInput(folder, has_begun, self.settings.get("checkpoints_remote_dir"))
         kept = saved.save_query(self.query, self.tables(), made_from)
         if self.is_run and not (kept.rows or has_begun):
-            nothing = Query(self.label, "from nothing")
-            with queries.computed(nothing, {"nothing": self.columns()}, output, made_from) as new:
-                new.move_to(output)
+            nothing = Query(self.label, "from nothing", reads_files=True)
+            queries.keep(nothing, {"nothing": self.columns()}, output, made_from)
 
     def executor(self, rows: Path | None = None) -> tuple[Node, PipelineExecutor]:
         """Returns its run in the long form, and the executor.

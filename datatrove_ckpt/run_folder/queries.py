@@ -10,8 +10,8 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import count, islice
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from datatrove_ckpt.common.memory import free_memory
 from datatrove_ckpt.common.object_store import check_url
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.common.warnings import warn_once
-from datatrove_ckpt.errors import CheckpointLocked, ConfigError, StorageFailed
+from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, ConfigError, StorageFailed
 
 if TYPE_CHECKING:
     import duckdb
@@ -86,29 +86,6 @@ class KeptRows:
     def paths(self) -> list[str]:
         return sorted(map(str, self.folder.glob("*.parquet")))
 
-    def record(self) -> None:
-        fields = {"made_from": self.made_from, "digest": self.digest, "rows": self.rows}
-        files.disk.replace(self.folder / _RECORD, orjson.dumps(fields))
-
-    def move_to(self, folder: Path) -> "KeptRows":
-        """Lets the files take the place of older ones.
-
-        Raises:
-            ConfigError: the folder holds other files.
-        """
-        others = [path.name for path in folder.glob("[!.]*") if not path.match("rows_*.parquet")]
-        if others:
-            raise ConfigError(
-                f"{folder} holds other files, such as {others[0]}. Give the step another name, or "
-                "move its folder away."
-            )
-        self.record()
-        files.disk.sync_dir(self.folder)
-        files.disk.remove_tree(folder)
-        files.disk.rename(self.folder, folder)
-        files.disk.sync_dir(folder.parent)
-        return replace(self, folder=folder)
-
 
 def parse(sql: str, label: str) -> Query:
     """Reads a query without its tables.
@@ -117,8 +94,9 @@ def parse(sql: str, label: str) -> Query:
         ConfigError: it is no SELECT, or its rows may differ each time; or duckdb is missing.
     """
     sql = sql.strip().rstrip(";")
-    with _connected(Query(label, sql), {}) as connection:
-        ((text,),) = connection.execute("select json_serialize_sql(?)", [sql]).fetchall()
+    quoted = sql.replace("'", "''")
+    with _rows(Query(label, f"select json_serialize_sql('{quoted}')"), {}) as found:
+        ((text,),) = found.fetchall()
     parsed = orjson.loads(text)
     if parsed["error"] or len(parsed["statements"]) != 1:
         raise ConfigError(
@@ -145,20 +123,20 @@ def parse(sql: str, label: str) -> Query:
 
 
 def columns_of(query: Query, tables: Tables) -> JsonObject:
-    with _connected(query, tables) as connection:
-        schema = connection.sql(query.sql).limit(0).to_arrow_table().schema
+    with _rows(query, tables) as found:
+        schema = found.limit(0).to_arrow_table().schema
         return dict(zip(schema.names, schema.types, strict=True))
 
 
 def takes_row_by_row(query: Query, tables: Tables) -> bool:
     """Whether a part of the rows gives the same part of the query's rows."""
-    with _connected(query, tables) as connection:
-        return len(tables) < 2 and not _COMBINES.search(connection.sql(query.sql).explain())
+    with _rows(query, tables) as found:
+        return len(tables) < 2 and not _COMBINES.search(found.explain())
 
 
 def printed(query: Query, tables: Tables, rows: int) -> str:
-    with _connected(query, tables) as connection:
-        return str(connection.sql(query.sql).limit(rows))
+    with _rows(query, tables) as found:
+        return str(found.limit(rows))
 
 
 def kept_rows(folder: Path) -> KeptRows | None:
@@ -207,26 +185,57 @@ def locked(path: Path) -> Iterator[None]:
         lock.release()
 
 
-@contextmanager
-def computed(
-    query: Query, tables: Tables, folder: Path, made_from: JsonObject
-) -> Iterator[KeptRows]:
-    """Computes a query into a new folder beside ``folder``, which is removed unless it moves.
+def keep(
+    query: Query, tables: Tables, folder: Path, made_from: JsonObject, has_begun: bool = False
+) -> KeptRows:
+    """Computes a query into a folder, unless its rows are there.
+
+    Args:
+        has_begun: whether a run has read the rows that are there.
 
     Raises:
-        ConfigError: the query is wrong, or needs more memory.
+        CheckpointMismatch: the run has begun with other rows.
+        ConfigError: the query is wrong, or needs more memory; or the folder holds other files.
         StorageFailed: the disk refuses the files.
     """
+    kept = kept_rows(folder)
+    if kept is not None and kept.made_from == made_from and not query.reads_files:
+        return kept
     new = folder.with_name(f"{folder.name}.new")
     files.disk.remove_tree(new)
     files.disk.make_dirs(new)
     try:
-        with _connected(query, tables, f"{new}/.spill") as connection:
-            groups = connection.sql(query.sql).to_arrow_reader(_GROUP)
-            digest, rows = _write(groups.cast(pa.schema(map(_plain, groups.schema))), new)
-        yield KeptRows(new, made_from, digest, rows)
+        digest, rows = _write(query, tables, new)
+        is_new = kept is None or kept.digest != digest
+        if kept is not None and is_new and has_begun:
+            reason = "the query, or a file that it reads, has changed"
+            changed = made_from["steps"].items() - kept.made_from["steps"].items()
+            if changed and kept.made_from["sql"] == query.sql:
+                reason = f"the rows of step {min(changed)[0]} have changed"
+            raise CheckpointMismatch(
+                f"{query.label}: its rows differ from those in {folder}, with which the run has "
+                f"begun: {reason}."
+            )
+        record = orjson.dumps({"made_from": made_from, "digest": digest, "rows": rows})
+        files.disk.replace((new if is_new else folder) / _RECORD, record)
+        if is_new:
+            _replace_folder(new, folder)
     finally:
         files.disk.remove_tree(new)
+    return KeptRows(folder, made_from, digest, rows)
+
+
+def _replace_folder(new: Path, folder: Path) -> None:
+    others = [path.name for path in folder.glob("[!.]*") if not path.match("rows_*.parquet")]
+    if others:
+        raise ConfigError(
+            f"{folder} holds other files, such as {others[0]}. Give the step another name, or move "
+            "its folder away."
+        )
+    files.disk.sync_dir(new)
+    files.disk.remove_tree(folder)
+    files.disk.rename(new, folder)
+    files.disk.sync_dir(folder.parent)
 
 
 def _plain(field: Any) -> Any:
@@ -237,30 +246,32 @@ def _plain(field: Any) -> Any:
     return field
 
 
-def _write(groups: Any, folder: Path) -> tuple[str, int]:
-    digest = xxhash.xxh3_128(groups.schema.serialize())
-    rows = 0
-    for number in count():
+def _write(query: Query, tables: Tables, folder: Path) -> tuple[str, int]:
+    """Returns a digest of the rows, and their number."""
+    number = rows = 0
+    with _rows(query, tables, f"{folder}/.spill") as found:
+        groups = found.to_arrow_reader(_GROUP)
+        groups = groups.cast(pa.schema(map(_plain, groups.schema)))
+        digest = xxhash.xxh3_128(groups.schema.serialize())
         batches = [*islice(groups, _GROUPS)]
-        if number and not batches:
-            break
-        path = folder / f"rows_{number:05d}.parquet"
-        with (
-            explained("write", path),
-            pq.ParquetWriter(path, groups.schema, write_page_checksum=True) as file,
-        ):
-            for batch in batches:
-                digest.update(batch.serialize())
-                file.write_batch(batch)
-                rows += batch.num_rows
-        files.disk.sync(path)
+        while batches or not number:
+            path = folder / f"rows_{number:05d}.parquet"
+            with (
+                explained("write", path),
+                pq.ParquetWriter(path, groups.schema, write_page_checksum=True) as file,
+            ):
+                for batch in batches:
+                    digest.update(batch.serialize())
+                    file.write_batch(batch)
+                    rows += batch.num_rows
+            files.disk.sync(path)
+            number += 1
+            batches = [*islice(groups, _GROUPS)]
     return digest.hexdigest(), rows
 
 
 @contextmanager
-def _connected(
-    query: Query, tables: Tables, spill: str = ""
-) -> "Iterator[duckdb.DuckDBPyConnection]":
+def _rows(query: Query, tables: Tables, spill: str = "") -> "Iterator[duckdb.DuckDBPyRelation]":
     label = query.label
     try:
         import duckdb
@@ -292,7 +303,7 @@ def _connected(
                     rows.select("columns(lambda name: name <> 'file_path')").create_view(name)
                 else:
                     connection.register(name, table)
-            yield connection
+            yield connection.sql(query.sql)
     except duckdb.OutOfMemoryException as error:
         raise StorageFailed(
             f"{label}: the query needs more than {byte_size(limit)}, half of the memory that is "

@@ -67,7 +67,7 @@ _LOCK = "steps.lock"
 _RUN_LOCK = "run.lock"
 """Held by a run of all tasks, until its end."""
 _REDO = "redo.json"
-"""File in the run folder while a redo is under way: its steps, and the moves still to be made."""
+"""File in the run folder that names the steps of a redo while it is under way."""
 _RUNS = "it is not finished"
 _FIRST = 20  # documents whose columns stand for those of all
 _OF_TYPE = {"string": "", "integer": 1, "number": 0.5, "boolean": True}
@@ -305,14 +305,14 @@ def redo_steps(steps: Sequence[Step], names: Sequence[str]) -> None:
         if name not in known:
             raise ConfigError(f"--redo: {name} is no step{did_you_mean(name, known)}")
     record = steps[0].folder.with_name(_REDO)
-    if {*names} <= {*_move_aside(record)}:
+    if record.exists() and {*names} <= {*orjson.loads(record.read_bytes())}:
         return
-    moves: dict[str, str] = {}
+    again: list[Step] = []
     with ExitStack() as stack:
         for step in steps:
-            if step.name not in names and not any(each.name in moves for each in step.sources):
+            if step.name not in names and not any(source in again for source in step.sources):
                 continue
-            moves[step.name] = files.free_name(step.folder, ".").name
+            again.append(step)
             if step.settings.get("checkpoints_remote_dir"):
                 raise ConfigError(
                     f"{step.label}: checkpoints_remote_dir: --redo does not move a mirror. Give "
@@ -322,23 +322,12 @@ def redo_steps(steps: Sequence[Step], names: Sequence[str]) -> None:
                 raise CheckpointLocked(f"A process works on {step.folder}. Stop it, and run again.")
             for rank in layout.rank_folders(step.folder / "checkpoints"):
                 stack.callback(Lock(rank / layout.LOCK).release)
-        files.disk.replace(record, orjson.dumps({"steps": names, "moves": moves}))
-        _move_aside(record)
-
-
-def _move_aside(record: Path) -> list[str]:
-    """Makes the moves of the redo that is under way, and returns its steps."""
-    if not record.exists():
-        return []
-    redo = orjson.loads(record.read_bytes())
-    for name, aside in reversed(redo["moves"].items()):  # no step is ever beside newer input
-        if record.with_name(name).exists() and not record.with_name(aside).exists():
-            files.disk.rename(record.with_name(name), record.with_name(aside))
-            files.disk.sync_dir(record.parent)
-    if redo["moves"]:
-        files.disk.replace(record, orjson.dumps({**redo, "moves": {}}))
-    steps: list[str] = redo["steps"]
-    return steps
+        for step in reversed(again):  # no step is ever beside newer input
+            if step.folder.exists():
+                files.disk.rename(step.folder, files.free_name(step.folder, "."))
+                files.disk.sync_dir(step.folder.parent)
+        if again:  # now, as after a crash the same command moves the rest
+            files.disk.replace(record, orjson.dumps(names))
 
 
 def runs(
@@ -371,13 +360,10 @@ def runs(
                     if step.has_begun and (step.query is None or step.given):
                         with _naming(step):
                             earlier_runs.check_job(plan, dry_run=True)
+                            earlier_runs.check_inputs_unchanged(plan)
         for step in steps:  # steps that have run send no request
             with queries.locked(root / _LOCK), _naming(step):
                 step.prepare()
-                if step.has_begun:
-                    plan = RunPlan(step.executor()[1])
-                    earlier_runs.check_job(plan, dry_run=True)
-                    earlier_runs.check_inputs_unchanged(plan)
             kept = step.rows
             if kept is not None:
                 logger.info(f"{step.label}: {plural(kept.rows, 'row')} in {kept.folder}")

@@ -39,8 +39,15 @@ def attempt(folder, server, seconds):
 
 @pytest.mark.matrix(
     ("seconds", "lag", "each"),
-    [(300.0, 0, 29), (300.0, 0, 1), (0.0, 0, 1), (300.0, 1, 1)],
-    ids=["each 29th", "one commit", "several", "lag"],
+    [
+        (300.0, 0, 29),
+        (300.0, 0, 1),
+        (0.0, 0, 3),
+        (300.0, 1, 3),
+        pytest.param(0.0, 0, 1, marks=pytest.mark.full),
+        pytest.param(300.0, 1, 1, marks=pytest.mark.full),
+    ],
+    ids=["each 29th", "one commit", "several, each third", "lag, each third", "several", "lag"],
 )
 def test_killed_at_every_request(hub, server, client, ram, seconds, lag, each):
     expected = None

@@ -68,7 +68,7 @@ def job(ram):
 @pytest.mark.matrix(
     "disk_type, step",
     [
-        (DiskOfSteps, 23),
+        (DiskOfSteps, 35),
         (DiskOfSteps, 1),
         pytest.param(CopyingDisk, 1, marks=pytest.mark.full),
     ],

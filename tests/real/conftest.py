@@ -8,11 +8,8 @@ from loguru import logger
 from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.process import signals
 
-# By their seconds: with ``--no-loadscope-reorder``, no process waits for another one that has begun
-# one of them last.
-_LONG = (
-    "vllm", "half_answers", "training_checkpoints", "ways", "torch_elastic", "slurm", "quickstart", "release",
-)  # fmt: skip
+# By their seconds, with ``--no-loadscope-reorder``: what takes minutes does not begin last.
+_LONG = ("vllm", "training_checkpoints", "slurm", "half_answers", "ways", "quickstart", "release")
 
 
 def pytest_collection_modifyitems(items):

@@ -104,6 +104,8 @@ _OBJECT_STORES = {
     "rclone",
     "hf-mount",
 }
+
+
 # Mount options that make locks visible to this machine only.
 _LOCAL_LOCKS = {"localflock", "nolock", "local_lock=flock", "local_lock=all"}
 
@@ -169,13 +171,6 @@ def traits(mount: Mount | None) -> FilesystemTraits:
                 "Its locks do not keep out a process on another node, which is noticed late. Mount "
                 "it with locks that all nodes see (Lustre: flock; NFS: without nolock and "
                 "local_lock)."
-            )
-        elif mount.kind == "nfs" and not any(
-            option.startswith("vers=4") for option in mount.options
-        ):
-            concern = (
-                "Locks of NFS 3 need lockd (NLM) on the server and are lost when it restarts; NFS "
-                "4 has its own."
             )
         return FilesystemTraits(f"{mount.kind} (shared)", shared=True, concern=concern)
     if (
@@ -269,20 +264,29 @@ _ON_ONE_NODE = (
 # Local folders -----------------------------------------------------------------------------------
 
 
-def check_checkpoints(folder: Path, mirrored: bool, moves: bool) -> Iterator[Finding]:
-    """Checks ``checkpoints_local_dir``. ``moves``: tasks may restart on other nodes."""
-    yield _try_locally(folder)
-    yield _check_kind(file_system(folder), mirrored, moves)
-    yield check_room(folder)
-
-
-def check_local_output(folder: Path, moves: bool) -> Iterator[Finding]:
+def check_local(
+    folder: Path, moves: bool, mirrored: bool = False, is_output: bool = False
+) -> Iterator[Finding]:
+    """Checks a folder. ``moves``: tasks may restart on other nodes."""
     yield _try_locally(folder)
     kind = file_system(folder)
-    if not kind.lasts:
-        yield Finding("warning", "file system", f"{kind.name}. {kind.concern}")
-    elif moves and not kind.shared:
-        yield Finding("warning", "file system", f"{kind.name}. {_ON_ONE_NODE}")
+    text = f"{kind.name}. {kind.concern}".rstrip()
+    advice = "" if is_output else " Or set checkpoints_remote_dir."
+    state: FindingState = "ok"
+    if kind.unsupported and not is_output:
+        state = "problem"
+    elif mirrored and not kind.lasts:
+        text += " The mirror (checkpoints_remote_dir) outlives it."
+    elif not kind.lasts:
+        state = "warning"
+        text += advice
+    elif moves and not mirrored and not kind.shared:
+        state = "warning"
+        text += f" {_ON_ONE_NODE}{advice}"
+    elif kind.concern and not is_output:
+        state = "warning"
+    if state != "ok" or not is_output:
+        yield Finding(state, "file system", text)
     yield check_room(folder)
 
 
@@ -298,23 +302,6 @@ def _try_locally(folder: Path) -> Finding:
         return Finding("problem", "writable", f"{folder}: {error}")
     made = "" if folder.is_dir() else f" (will be created in {probe.parent})"
     return Finding("ok", "writable", f"{folder}{made}")
-
-
-def _check_kind(kind: FilesystemTraits, mirrored: bool, moves: bool) -> Finding:
-    text = f"{kind.name}. {kind.concern}".rstrip()
-    if kind.unsupported:
-        return Finding("problem", "file system", text)
-    if not kind.lasts and mirrored:
-        return Finding(
-            "ok", "file system", f"{text} The mirror (checkpoints_remote_dir) outlives it."
-        )
-    if not kind.lasts:
-        text += " Or keep a mirror: set checkpoints_remote_dir."
-    elif moves and not mirrored and not kind.shared:
-        return Finding(
-            "warning", "file system", f"{text} {_ON_ONE_NODE} Or set checkpoints_remote_dir."
-        )
-    return Finding("warning" if kind.concern else "ok", "file system", text)
 
 
 def check_room(folder: Path) -> Finding:
@@ -450,24 +437,21 @@ def _check_server(runner: RunnerPlan, config: InferenceConfig) -> Iterator[Findi
     """
     as_jobs = runner.plan.as_jobs
     is_endpoint = config.server_type == "endpoint"
-    text = f"everything that {config.server_type} needs is installed here."
-    if is_endpoint:
-        text = "the key is set, if the endpoint needs one."
-    elif as_jobs:
-        text = f"the jobs install {config.server_type}, unless their image has it."
-    ready = Finding("ok", "ready", text)
+    is_ready = True
     if is_endpoint or not as_jobs:
         try:
             check_servers(config)
         except (ConfigError, ServerStartFailed) as error:
-            ready = Finding("problem", "ready", str(error), error=ConfigError(error))
-    yield ready
+            is_ready = False
+            yield Finding("problem", "ready", str(error), error=ConfigError(error))
+        else:
+            yield Finding("ok", "ready", "its packages are installed, and its key is set.")
     if not runner.plan.for_doctor or (as_jobs and not is_endpoint):
         return
     yield Finding("note", "requests", f"{config.places} (max_concurrent_generations).")
     if config.server_log_folder is not None:
         expand_path("server_log_folder", config.server_log_folder)
-    if is_endpoint and ready.state == "ok":
+    if is_endpoint and is_ready:
         yield from check_endpoints(config)
 
 
@@ -485,7 +469,7 @@ def _check_checkpoints(runner: RunnerPlan) -> Iterator[Finding]:
         return
     folder = step.checkpoints_root
     mirrored = step.checkpoints_remote_dir is not None
-    check = check_checkpoints(folder, mirrored, not plan.is_local)
+    check = check_local(folder, not plan.is_local, mirrored)
     yield from with_timeout(lambda: [*check], str(folder))
 
 
@@ -503,7 +487,7 @@ def _check_output(runner: RunnerPlan) -> Iterator[Finding]:
         yield from check_remote(output)
     else:
         folder = Path(output.resolve_paths("")).absolute()
-        check = check_local_output(folder, not runner.plan.is_local)
+        check = check_local(folder, not runner.plan.is_local, is_output=True)
         yield from with_timeout(lambda: [*check], str(folder))
 
 

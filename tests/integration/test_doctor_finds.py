@@ -152,7 +152,7 @@ def test_a_check_that_fails_is_a_problem_and_no_traceback(found, monkeypatch):
     def fails(*arguments):
         raise RuntimeError("of a kind\nthat nobody thought of")
 
-    monkeypatch.setattr(environment_checks, "check_checkpoints", fails)
+    monkeypatch.setattr(environment_checks, "check_local", fails)
     monkeypatch.setattr(environment_checks, "list_files", fails)
     checks = found()
     message = "this could not be checked: RuntimeError: of a kind that nobody thought of."

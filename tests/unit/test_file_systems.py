@@ -42,9 +42,8 @@ def of(kind, options="rw", source="somewhere"):
     [
         ("tmpfs", "rw", "It is lost when the machine or container stops."),
         ("overlay", "rw", "It is lost when the container is removed: mount a volume."),
-        ("nfs", "rw,vers=3,nolock", "Lustre: flock; NFS: without nolock and local_lock"),
-        ("nfs", "rw,vers=3", "NFS 3 need lockd"),
-        ("lustre", "rw", "Lustre: flock; NFS: without nolock and local_lock"),
+        ("nfs", "rw,vers=3,nolock", "Its locks do not keep out a process on another node"),
+        ("lustre", "rw", "Its locks do not keep out a process on another node"),
         ("fuse.gcsfuse", "rw", "It cannot append to a file."),
         ("ext4", "rw", None),
         ("nfs4", "rw,vers=4.2,local_lock=none", None),

@@ -8,7 +8,7 @@ import pytest
 from datatrove.io import get_datafolder
 from fsspec.implementations.memory import MemoryFileSystem
 
-from datatrove_ckpt.run_folder.environment_checks import check_local_output, probe_object
+from datatrove_ckpt.run_folder.environment_checks import check_local, probe_object
 from datatrove_ckpt.run_folder.finding import RemoteFailed
 from tests.crashes import disk_in_place
 from tests.disk_errors import FailingDisk
@@ -23,7 +23,7 @@ def test_a_disk_that_refuses_any_effect_is_quoted_and_keeps_nothing_of_the_probe
         folder.mkdir()
         disk = FailingDisk(number, permanent=permanent)
         with disk_in_place(disk):
-            findings = [*check_local_output(folder / "checkpoints", moves=False)]
+            findings = [*check_local(folder / "checkpoints", moves=False)]
         problems = [one.message for one in findings if one.state == "problem"]
         assert bool(problems) == bool(disk.failed_at)
         for message in problems:

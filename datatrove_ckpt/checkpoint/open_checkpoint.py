@@ -87,29 +87,23 @@ class DiskSpace:
         self._is_low = False
 
     def holds_up(self, waiting: int) -> bool:
-        """Whether no document should be started. Logs each change."""
-        was_low = self._is_low
+        """Whether no document should be started. Logs when that begins."""
         now = time.monotonic()
         if waiting <= MAX_PUBLISHING:
             self._is_low = False
         elif now >= self._next_check:
             self._next_check = now + _CHECK_SECONDS
+            was_low = self._is_low
             free = free_bytes(self._folder)
             reserve = reserve_bytes(self._folder)
-            if was_low:
-                self._is_low = free < reserve * 1.1  # the run would alternate every second
-            elif free < reserve:
-                self._is_low = True
+            # Else the run would alternate every second.
+            self._is_low = free < reserve * (1.1 if was_low else 1.0)
+            if self._is_low and not was_low:
                 logger.warning(
                     f"{self._folder}: only {byte_size(free)} are free, less than the reserve of "
                     f"{byte_size(reserve)}, and {plural(waiting, 'chunk')} wait for the hub. No "
                     "new document is started until space is free; documents in progress continue."
                 )
-        if was_low and not self._is_low:
-            logger.info(
-                f"{self._folder}: {byte_size(free_bytes(self._folder))} are free. New documents "
-                "are started."
-            )
         return self._is_low
 
 

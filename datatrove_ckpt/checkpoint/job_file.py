@@ -192,12 +192,6 @@ def compare_job(
     return _compare_ranks(root, ranks, identity, only_tasks)
 
 
-def refuse_other_tasks(root: Path, identity: RunIdentity) -> None:
-    differences = compare_job(root, identity, None, only_tasks=True)
-    if differences.changes:
-        raise refuse_changes(root, differences)
-
-
 def name_tasks(ranks: list[int]) -> str:
     noun = "task" if len(ranks) == 1 else "tasks"
     text = f"{noun} {', '.join(map(str, ranks[:5]))}"

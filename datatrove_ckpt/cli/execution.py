@@ -14,8 +14,6 @@ from datatrove.executor.base import PipelineExecutor
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.checksummed_lines import explained
 from datatrove_ckpt.checkpoint.clock import unix_seconds
-from datatrove_ckpt.checkpoint.job_file import refuse_other_tasks
-from datatrove_ckpt.checkpoint.layout import rank_numbers
 from datatrove_ckpt.cli.printing import fail, note, say
 from datatrove_ckpt.cli.short_form import Node
 from datatrove_ckpt.cli.yaml_config import FullConfig
@@ -56,11 +54,6 @@ def run_job(config: Node, executor: PipelineExecutor, arguments: argparse.Namesp
         if not init_args.get("logging_dir"):  # each worker would have one of its own
             raise ConfigError(
                 "executor: logging_dir: --worker needs one, where workers find each other's claims."
-            )
-        if init_args.get("workers", 1) != 1:
-            note(
-                f"workers: {init_args['workers']}: --worker is one process; start as many as you "
-                "want."
             )
         config["executor"]["init_args"] = init_args | {"workers": 1}
         executor.workers = 1
@@ -112,11 +105,6 @@ def execute(executor: PipelineExecutor, config: Node, arguments: argparse.Namesp
     if arguments.dry_run:
         full = FullConfig(config)
         say(full.text().rstrip())
-        try:  # with another number of tasks, no task of the job array would start
-            _check_tasks(plan)
-        except CkptError as error:
-            advise(error, plan, arguments.command)
-            return fail(error, 1)
         note_workers(plan.workers, plan.tasks)
         if plan.submits:  # as comments: the whole remains YAML that can be run
             script = full.redact(executor.script()).rstrip("\n").splitlines()
@@ -125,12 +113,6 @@ def execute(executor: PipelineExecutor, config: Node, arguments: argparse.Namesp
             say("\n".join(comments))
         return 0
     return _checked_run(executor, plan, config, arguments)
-
-
-def _check_tasks(plan: RunPlan) -> None:
-    for runner, root in plan.with_checkpoints:
-        if root.is_dir() and rank_numbers(root):
-            refuse_other_tasks(root, runner.identity)
 
 
 def _checked_run(
@@ -149,7 +131,6 @@ def _checked_run(
                     "the flag out; `datatrove-ckpt status` counts the dead letters."
                 )
             if arguments.retry_dead_letters:
-                _check_tasks(plan)
                 incomplete = plan.incomplete(skip_completed=True)
                 if incomplete:  # datatrove would mark it as complete although its input is not done
                     raise ConfigError(

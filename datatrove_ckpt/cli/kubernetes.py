@@ -91,13 +91,9 @@ def kubernetes_job(sections: short_form.Node, plan: run_plan.RunPlan) -> kuberne
     stops = (config.server_stop_timeout_sec for step in steps for config in step.models.values())
     saving = _TO_SAVE + max(stops, default=0.0)
     if drain + saving > job.grace_seconds:
-        longest = job.grace_seconds - saving
-        shorter = ""
-        if longest >= 0:
-            shorter = f", or drain_seconds to at most {longest:g}"
         raise ConfigError(
             f"{_SECTION}: grace_seconds: {job.grace_seconds} s are too few: the drain takes up to "
             f"{drain:g} s (drain_seconds), saving and server_stop_timeout_sec {saving:g} s. Set it "
-            f"to at least {drain + saving:g}{shorter}."
+            f"to at least {drain + saving:g}, or drain_seconds lower."
         )
     return job

@@ -147,10 +147,7 @@ def check_access(
     """
 
     def check() -> str:
-        message = _ask(folder)
-        if message is not None:
-            return message
-        return _make(folder, private, only_look)
+        return _ask(folder) or _make(folder, private, only_look)
 
     policy = retrying.HUB_LOOK
     if only_look:

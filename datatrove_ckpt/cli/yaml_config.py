@@ -444,7 +444,7 @@ def set_at_path(job: JsonObject, override: str, short: type | None = None) -> No
             f"--{path}: other users can see command lines; export the key and name its variable in "
             "api_key_env."
         )
-    node: Any = job
+    node: object = job
     for depth, key in enumerate(keys, 1):
         hint = _hint_inside(node, hint, key)
         if isinstance(node, dict) and "class_path" in node:

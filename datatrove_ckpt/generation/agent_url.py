@@ -27,7 +27,7 @@ class _OpenRequest(NamedTuple):
     request: web.BaseRequest
     path: str
     body: bytes
-    task: asyncio.Task[Any]
+    task: asyncio.Task[object]
 
 
 class _AgentRequests:

@@ -49,7 +49,7 @@ class TrainingInput:
     _signals: Sequence[str]
     epoch: int | None = 0
     told_epoch: int | None = None
-    restored: dict[int, list[Any]] = field(default_factory=dict)
+    restored: dict[int, list[object]] = field(default_factory=dict)
     first_iteration: RestoredInput | None = None
     _epochs_ended: int = 0
 
@@ -65,7 +65,7 @@ class TrainingInput:
         self._epochs_ended = epoch
         return epoch > before
 
-    def state(self, loader: DataLoader | None) -> dict[str, Any] | None:
+    def state(self, loader: DataLoader | None) -> dict[str, object] | None:
         if loader is None:
             return None
         stateful.refuse_shuffled(loader)

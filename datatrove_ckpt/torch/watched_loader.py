@@ -38,7 +38,7 @@ class RestoredInput:
     """
 
     dataset: Any
-    state: Any
+    state: object
     epoch: int = 0
     rows: int | None = None
     shared: SharedCounters | None = None
@@ -82,7 +82,7 @@ class _Batches(Iterator[Any]):
     _batches: Any
     _restored: RestoredInput | None
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         restored = self._restored
         if restored is not None and restored.random_state and not restored.batches:
             from datatrove_ckpt.torch.random_state import set_random_state  # needs torch
@@ -102,7 +102,7 @@ class _Batches(Iterator[Any]):
     def __len__(self) -> int:
         return len(self._batches)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._batches, name)
 
 
@@ -126,14 +126,14 @@ def _watched(kind: Any) -> Any:
     class Watched(kind):  # type: ignore[misc]
         _restored: RestoredInput | None = None  # trainers make loaders of a loader's class
 
-        def __iter__(self) -> Iterator[Any]:
+        def __iter__(self) -> Iterator[object]:
             if self._restored is not None and not self._restored.begin(self):
                 self._restored = None
             return _Batches(super().__iter__(), self._restored)
 
         if hasattr(kind, "state_dict"):
 
-            def state_dict(self) -> Any:
+            def state_dict(self) -> object:
                 note_use(self._restored)
                 return super().state_dict()
 

@@ -246,7 +246,6 @@ def _verified(location: RunLocation, full: bool) -> tuple[JsonObject, list[str]]
 def _verify_steps(steps: Mapping[str, StepFolder], arguments: argparse.Namespace) -> int:
     """Returns the worst exit code."""
     stale = outdated(steps)
-    codes: list[int] = []
     results: JsonObject = {}
     lines: list[str] = []
     for name, step in steps.items():
@@ -264,9 +263,9 @@ def _verify_steps(steps: Mapping[str, StepFolder], arguments: argparse.Namespace
         if name in stale:
             result["exit_code"] = 1
             said.append(f"the rows of {stale[name]} have changed. Run again: it says what to do.")
-        codes.append(result["exit_code"])
         results[name] = result
         lines += [f"{name}: {line}" for line in said]
+    codes = [result["exit_code"] for result in results.values()]
     code = 1 if 1 in codes else max(codes)
     lines.append(f"{plural(len(steps), 'step')} verified.")
     say_result(arguments.json, {"exit_code": code, "stale": stale, "steps": results}, lines)

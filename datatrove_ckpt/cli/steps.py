@@ -351,8 +351,7 @@ def runs(
             stack.callback(Lock(root / _RUN_LOCK).release)
         stack.callback(close_servers)
         with queries.locked(root / _LOCK):
-            names = [step.name for step in steps]
-            files.disk.replace(root / STEPS, orjson.dumps(names))
+            files.disk.replace(root / STEPS, orjson.dumps([step.name for step in steps]))
             redo_steps(steps, redo)
             for step in steps:
                 if step.is_run:  # a mistake in its settings, or a change, costs nothing
@@ -462,12 +461,12 @@ def run_steps(short: Node, arguments: argparse.Namespace) -> int:
                 run_job(*step.executor(), arguments)
         return 0
     command = without_flag(arguments.command, "--redo")  # which would move what it resumes
-    again = [word for word in command if word != "--retry-dead-letters"]
     try:
         for step in runs(steps, arguments.redo or (), arguments.worker):
             config, executor = step.executor()
             plan = RunPlan(executor)
             if plan.submits:
+                again = (word for word in command if word != "--retry-dead-letters")
                 executor.continue_with(shlex.join(again))
             retries = arguments.retry_dead_letters and step.state().delivered.dead > 0
             own = {**vars(arguments), "command": command, "retry_dead_letters": retries}

@@ -54,7 +54,7 @@ _MODULES = {
 }
 
 __all__ = [*_MODULES]
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # numpy, which datatrove imports, starts a thread per core, and each spins for 0.1 s.
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "20")

@@ -234,7 +234,8 @@ class Request:
         order: priority; requests of the document with the lowest order are sent first.
 
     Attributes:
-        prefix_hashes: hashes of its leading texts; None before a router has received it.
+        prefix_hashes: hashes of its leading texts; None before a router with several servers has
+            received it.
         known_prefix: hash of the longest leading text that an earlier request had.
         is_shared: whether several texts share it. It is divided before it fails.
         continues: whether what its attempt has received is kept if the attempt is cut off.
@@ -664,10 +665,8 @@ class Router:
         """
         if self._failure:
             raise ServerDied(self._failure)
-        if request.prefix_hashes is None:
-            request.prefix_hashes = ()
-            if len(self.targets) > 1 and self.has_homes:
-                request.prefix_hashes, request.known_prefix = self._prefixes.find(request.body)
+        if len(self.targets) > 1 and self.has_homes and request.prefix_hashes is None:
+            request.prefix_hashes, request.known_prefix = self._prefixes.find(request.body)
         if request.sender.shutdown.is_stopping or (request.deaths and request.is_quarantined):
             return None
         later = self._waiting[WINDOW - 1 : WINDOW]
@@ -684,9 +683,13 @@ class Router:
             return self._room().choose(homes)
         # One server needs no ``Availability``, which takes four times the CPU time.
         for target in self.targets:
-            has_place = target.load < 1 and self.in_flight < self._limit
-            is_closed = target.limits is not None and target.is_closed
-            if has_place and target.up and not target.reserved and not is_closed:
+            if (
+                target.load < 1
+                and self.in_flight < self._limit
+                and target.up
+                and not target.reserved
+                and (target.limits is None or not target.is_closed)
+            ):
                 return target
         return None
 

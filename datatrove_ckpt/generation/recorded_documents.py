@@ -270,10 +270,6 @@ class RecordedDocuments:
     def stop(self) -> None:
         self._room = self._limit = 0
 
-    @staticmethod
-    def hash_of(rank: int, ordinal: int) -> int:
-        return int(xxhash.xxh3_64_intdigest(ordinal.to_bytes(8), rank))
-
     def answers(
         self,
         rank: RankContext,
@@ -283,7 +279,7 @@ class RecordedDocuments:
     ) -> DocumentAnswers:
         if not self._limit or source.finished is not None:
             return DocumentAnswers(rank, slot, source.id, rollouts)
-        number = self.hash_of(self._rank, slot.ordinal)
+        number = xxhash.xxh3_64_intdigest(slot.ordinal.to_bytes(8), self._rank)
         if number < self._limit and number not in self._hashes:
             with suppress(DocumentNotSerializable):
                 read = encode(source.document)

@@ -59,10 +59,6 @@ def text_of(choice: JsonObject) -> str:
     return text.strip() if isinstance(text, str) else ""
 
 
-def _reason_of(choice: JsonObject) -> str:
-    return str(choice["finish_reason"] or "").lower()
-
-
 class AnswerQuality:
     def __init__(self, refusals: Sequence[str] = ()) -> None:
         self._refusals = [phrase.casefold() for phrase in refusals]
@@ -100,12 +96,12 @@ class AnswerQuality:
         faults = {
             fault for choice in choices for fault in self._clear_faults(choice, text_of(choice))
         }
-        if any(is_cut_off(_reason_of(choice)) for choice in choices):
+        if any(is_cut_off(choice["finish_reason"]) for choice in choices):
             faults.add("on_cut_off")
         return next((name for name in settings if _FAULT_OF.get(name, name) in faults), "")
 
     def _clear_faults(self, choice: JsonObject, text: str) -> list[str]:
-        reason = _reason_of(choice)
+        reason = str(choice["finish_reason"] or "").lower()
         faults = []
         if reason == "repetition" or is_looping(text):  # the reason of vLLM's repetition_detection
             faults.append(LOOPING)

@@ -258,19 +258,15 @@ class DocumentAnswers:
 
     def count(self, rollout_idx: int, result: Result, api: Api, question: str = "") -> None:
         choices = choices_of(result)
-        counts = self.reasons
         self.results.append(result)
         self.requests[rollout_idx] += 1
         reasons = list(map(_finish_reason, choices))
-        if USUAL.issuperset(reasons):
-            result.reasons = reasons
-        else:
-            result.reasons = [
+        if not USUAL.issuperset(reasons):
+            reasons = [
                 reason if reason in USUAL else redact(reason)[:60]
                 for reason in filter(None, reasons)
             ]
-        for name in result.reasons:
-            counts[name] = counts.get(name, 0) + 1
+        result.reasons = reasons
         is_cut = not ENDINGS.issuperset(reasons) and any(map(is_cut_off, reasons))
         if is_cut:
             self.cut_off += 1
@@ -292,12 +288,12 @@ class DocumentAnswers:
                     calls_tool = choice["finish_reason"] in ("tool_calls", "function_call")
                     is_empty = is_empty or not (has_parts or calls_tool)
                 faults += quality.faults(choice, text, question)
-            for fault in faults:
-                counts[fault] = counts.get(fault, 0) + 1
-            if is_cut:
-                faults.append("cut_off")
         elif api.is_shared and result.answer is not None:
             is_empty = not result.answer["embeddings"][0].strip("A=")  # zeros in base64
+        for name in (*reasons, *faults):
+            self.reasons[name] = self.reasons.get(name, 0) + 1
+        if is_cut and api.generates:
+            faults.append("cut_off")
         if is_empty:
             self.empty += 1
             faults.append("empty")

@@ -273,16 +273,17 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 f"of type {type(text).__name__}, not str. Write it as a string, set "
                 f"types: {{{self.text_key}: string}} (JSON lines), or write an adapter."
             )
-        if fields.get("media"):
+        media = fields.get("media")
+        if media:
             try:
-                fields["media"] = [Media(**media) for media in fields["media"]]
+                fields["media"] = [Media(**part) for part in media]
             except TypeError:
                 raise DocumentNotSerializable(
                     f"The document {fields.get('id')!r} of the input file {source_file!r} has a "
                     "'media' that is no list of datatrove's media objects. Rename the "
                     "column, or write an adapter."
                 ) from None
-        elif fields.get("media") is not None:
+        elif media is not None:
             fields["media"] = []
         document = PositionedDocument(**fields)
         if self.default_metadata:

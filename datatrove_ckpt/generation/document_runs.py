@@ -87,8 +87,7 @@ class DocumentRollouts:
         if source.finished is None:
             self.results.check_returned(document, results)
             results = [result for result in results if result is not None]
-        self.results.put_added(document, answers)
-        data = self.results.encode(document, results, slot.chunk.index)
+        data = self.results.encode(document, results, answers)
         if self.results.is_doubtful(data):
             await self.results.try_writer(data, source.id)
             self._raise_if_stopping(answers)

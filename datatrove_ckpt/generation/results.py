@@ -86,21 +86,16 @@ class ResultEncoder:
                 "that it returns belongs. Use another key of the metadata."
             )
 
-    def put_added(self, document: Document, answers: DocumentAnswers) -> None:
-        """Puts the columns of ``quality`` and the endpoints into the metadata. Values of an old
-        output stay.
-        """
-        if self._added:
-            values = answers.added()
-            for ending, name in self._added.items():
-                document.metadata.setdefault(name, values[ending])
-
-    def encode(self, document: Document, results: list[object], chunk_index: int) -> bytes:
+    def encode(self, document: Document, results: list[object], answers: DocumentAnswers) -> bytes:
         """Returns the document with its results; ``DROPPED`` if it has none.
 
         Raises:
             DocumentNotSerializable: the document, or a result, cannot be written.
         """
+        if self._added:  # columns of ``quality`` and endpoints; values of an old output stay
+            values = answers.added()
+            for ending, name in self._added.items():
+                document.metadata.setdefault(name, values[ending])
         if not self._has_media:
             self._drop_media(document)
         if self._keeps_results:
@@ -109,7 +104,7 @@ class ResultEncoder:
             return DROPPED
         if self._column is not None and not put_answer(self._step, document, results):
             return DROPPED
-        self.names.check(document, chunk_index)
+        self.names.check(document, answers.slot.chunk.index)
         return encode_finished(document, self.key)
 
     def is_doubtful(self, data: bytes) -> bool:

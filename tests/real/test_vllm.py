@@ -62,7 +62,7 @@ def test_a_plain_run_and_prompts_that_are_too_long(tmp_path):
 def test_everything_is_answered_at_full_length_after_every_fault_of_the_server(
     tmp_path,
 ):
-    faulty = job(tmp_path, documents=100, hang_timeout=30.0)  # for stop_engine
+    faulty = job(tmp_path, documents=120, hang_timeout=30.0)  # for stop_engine
     check_faults(faulty, [kill_engine, stop_engine, terminate_server], every=25)
 
 

@@ -9,6 +9,7 @@ No traceback of an error of this package reaches the terminal.
 """
 
 import argparse
+import errno
 import functools
 import inspect
 import re
@@ -92,14 +93,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = arguments.module
     with written_in(""):
         try:
-            if arguments.name in _OF_TRAININGS and is_training(arguments.what):
-                name = "training"
-            with gc_paused():
-                module = import_module(f"datatrove_ckpt.cli.{name}")
             try:
+                if is_training(getattr(arguments, "what", None)):
+                    if arguments.name not in _OF_TRAININGS:
+                        raise ConfigError(
+                            f"{arguments.what} is a training's folder: use status, show or verify."
+                        )
+                    name = "training"
+                with gc_paused():
+                    module = import_module(f"datatrove_ckpt.cli.{name}")
                 code: int = getattr(module, arguments.name)(arguments)
-            except PermissionError as error:
-                if error.filename is None:
+            except OSError as error:
+                is_refused = isinstance(error, PermissionError) or error.errno == errno.EROFS
+                if error.filename is None or not is_refused:
                     raise
                 with explained("use", error.filename):  # mostly a checkpoint of another user
                     raise

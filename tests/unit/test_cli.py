@@ -282,6 +282,24 @@ def test_the_command_line_itself(capsys, arguments, code, says):
     assert says in said.out + said.err
 
 
+@pytest.mark.parametrize("what", [["report"], ["repair"], ["export", "x.csv"]])
+def test_a_command_that_takes_no_training_says_which_do(what, tmp_path, capsys):
+    (tmp_path / "step-00000001").mkdir()
+    name, *rest = what
+    assert main([name, str(tmp_path), *rest]) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path} is a training's folder: use status, show or verify." in said
+
+
+def test_a_run_folder_on_a_read_only_disk_is_told_with_what_to_do(run, capsys, monkeypatch):
+    def refuse(path, *arguments, **options):
+        raise OSError(30, "Read-only file system", str(path))
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    assert run() == 1
+    assert "Read-only file system. Give this user the permission" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("what", [["status"], ["show"], ["show", "--dead"], ["verify"]])
 def test_a_run_of_another_user_is_told_with_what_to_do(what, tmp_path, capsys, monkeypatch):
     """Folders of ranks are private, and that of all ranks is not."""

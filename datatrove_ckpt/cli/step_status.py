@@ -8,7 +8,6 @@ import orjson
 from datatrove_ckpt.checkpoint.run_limits import NO_TOTALS
 from datatrove_ckpt.cli.open_run import note_stale
 from datatrove_ckpt.cli.printing import say, say_result
-from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.run_folder import queries, status_text
 from datatrove_ckpt.run_folder.run_state import to_json
@@ -17,22 +16,27 @@ from datatrove_ckpt.run_folder.steps import StepFolder, outdated
 
 def status(steps: Mapping[str, StepFolder], arguments: argparse.Namespace) -> int:
     stale = outdated(steps)
-    states = {name: step.state() for name, step in steps.items()}
-    totals = sum((state.run_totals for state in states.values()), NO_TOTALS)
-    requests = sum(state.together.done.requests for state in states.values())
-    fields: JsonObject = {}
+    totals = NO_TOTALS
+    requests = 0
+    code = 0
+    fields: dict[str, object] = {}
     lines = [f"{arguments.what}: {plural(len(steps), 'step')}"]
-    for name, state in states.items():
-        fields[name] = {"is_finished": False}
-        text = "waiting"
-        kept = steps[name].rows
-        if steps[name].has_begun:
+    for name, step in steps.items():
+        state = step.state()
+        totals += state.run_totals
+        requests += state.together.done.requests
+        code = max(code, int(state.is_damaged))
+        if step.has_begun:
             fields[name] = orjson.loads(to_json(state))
             documents = dict(status_text.status_lines(state))["documents"]
             text = f"{status_text.progress_of(state)}; {documents}"
-        elif kept is not None:
-            fields[name] = {"is_finished": True, "rows": kept.rows}
-            text = f"finished; {plural(kept.rows, 'row') if kept.rows else 'NO ROW'}"
+        elif step.rows is not None:
+            rows = step.rows.rows
+            fields[name] = {"is_finished": True, "rows": rows}
+            text = f"finished; {plural(rows, 'row') if rows else 'NO ROW'}"
+        else:
+            fields[name] = {"is_finished": False}
+            text = "waiting"
         if name in stale:
             text += f"; stale: the rows of {stale[name]} have changed"
         lines.append(f"  {name:<{max(map(len, steps))}}  {text}")
@@ -43,7 +47,7 @@ def status(steps: Mapping[str, StepFolder], arguments: argparse.Namespace) -> in
     )
     result = {"version": 2, "what": arguments.what, "steps": fields, "stale": stale}
     say_result(arguments.json, result, lines)
-    return int(any(state.is_damaged for state in states.values()))
+    return code
 
 
 def show(steps: Mapping[str, StepFolder], arguments: argparse.Namespace) -> int:

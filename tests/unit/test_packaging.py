@@ -68,6 +68,12 @@ def test_each_requirement_has_a_lower_bound():
     assert [line for line in lines if not re.search(r">=\d|^datatrove-ckpt\[", line)] == []
 
 
+def test_the_package_has_code_and_its_data_only():
+    files = {path for path in Path(datatrove_ckpt.__file__).parent.rglob("*") if path.is_file()}
+    endings = {path.suffix for path in files if path.parent.name != "__pycache__"}
+    assert endings == {".py", ".html", ".sql", ".typed"}
+
+
 def test_the_version_is_the_installed_one():
     assert version("datatrove-ckpt") == datatrove_ckpt.__version__
 

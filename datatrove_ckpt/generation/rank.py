@@ -6,7 +6,7 @@ A program that only makes or inspects a step (``runner.py``) does not import thi
 import asyncio
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,6 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.checksummed_lines import Json
 from datatrove_ckpt.checkpoint.compare import compare
-from datatrove_ckpt.checkpoint.history import ReplayResult
 from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.job_file import recorded_settings
 from datatrove_ckpt.checkpoint.layout import BATCHES, SHARD, rank_folder
@@ -53,8 +52,7 @@ from datatrove_ckpt.generation.limit_watch import LimitWatch, limit_reached
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.quality import AnswerQuality
-from datatrove_ckpt.generation.recorded_documents import RecordedDocuments
-from datatrove_ckpt.generation.replay import Replays, evidence, replays_of
+from datatrove_ckpt.generation.replay import evidence, replays_of
 from datatrove_ckpt.generation.requests import RankContext
 from datatrove_ckpt.generation.results import ResultEncoder
 from datatrove_ckpt.generation.run_identity import servers_digest
@@ -389,9 +387,8 @@ class _Run:
             if self.has_batches:
                 from datatrove_ckpt.generation.provider_passes import ProviderPasses  # few need it
 
-                with self._replays(checkpoint, results) as replays:
-                    if shown := await replays.refuse_changes():
-                        checkpoint.note(ReplayResult(what=shown))
+                with replays_of(self.step, self.preemption, self.root) as replays:
+                    await replays.refuse_changes(checkpoint)
                 passes = ProviderPasses(self.step.models, checkpoint, self.preemption.shutdown)
                 await passes.settle(self.step.no_wait)
             parked = await self._run_rollouts(documents, checkpoint, progress, results, limits)
@@ -422,7 +419,7 @@ class _Run:
         servers = shared_host or ServerHost(preemption.shutdown, step.models.values(), keeps=True)
         ends_well = False
         try:
-            with self._replays(checkpoint, results) as replays:
+            with replays_of(step, preemption, self.root, self.rank, 1 / self.world_size) as replays:
                 requests = RankContext(
                     step.models,
                     checkpoint,
@@ -445,12 +442,6 @@ class _Run:
             if shared_host is None:
                 await servers.close(ends_well)
         return runs.parked > 0
-
-    def _replays(
-        self, checkpoint: OpenCheckpoint, results: ResultEncoder
-    ) -> AbstractContextManager[Replays]:
-        recorded = RecordedDocuments(self.root, self.rank, 1 / self.world_size)
-        return replays_of(self.step, self.preemption, results.names, recorded, checkpoint.run)
 
     # log lines of a rank's start and end ---------------------------------------------------------
 

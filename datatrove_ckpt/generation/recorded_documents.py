@@ -15,17 +15,7 @@ import json
 import os
 import platform
 import random
-import re
-from bisect import insort
-from collections.abc import (
-    Awaitable,
-    Callable,
-    Collection,
-    Coroutine,
-    Generator,
-    Iterable,
-    Iterator,
-)
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import xxhash
+from loguru import logger
 
 from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.checksummed_lines import (
@@ -44,9 +35,10 @@ from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.journal import FinishedDocument
 from datatrove_ckpt.checkpoint.request_cache import AnswerKey, CachedAnswer
 from datatrove_ckpt.common.redaction import masked, redact, shown_json
-from datatrove_ckpt.errors import DocumentNotSerializable
+from datatrove_ckpt.errors import CkptError, DocumentNotSerializable
 from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.generation.requests import DocumentAnswers, RankContext
+from datatrove_ckpt.generation.side_effects import ROLLOUTS, EffectWatch
 from datatrove_ckpt.output.document_codec import encode
 from datatrove_ckpt.user_code.description import is_of_user
 
@@ -57,13 +49,7 @@ _VERSION = 1  # changes with what this package makes of a payload: its users cha
 _FIRST = 8  # documents that are recorded whatever their hashes are
 _MARGIN = 1.2  # times as many candidates as there are places, in an input of known size
 _ALL = 2**64
-_WAITS = {
-    ("asyncio.locks", "wait"),  # of Event, Condition and Barrier
-    ("asyncio.queues", "get"),
-    ("asyncio.queues", "put"),
-    ("asyncio.queues", "join"),
-}
-_FILE = re.compile(r"[0-9a-f]{16}\.json")
+_WAITS = ("asyncio.locks", "asyncio.queues")
 
 
 @dataclass
@@ -72,9 +58,9 @@ class RecordedDocument:
 
     Attributes:
         read, result: the document before its rollout, and its line in the journal.
-        requests: key, payload (or arguments of a call) without secrets, and answer.
+        requests: key, payload (or arguments of a call) and answer. Files hold no secrets.
         code: hash of the code whose keys the calls have.
-        run: digest of the last identity of the run that gave the same requests and result.
+        run: digest of the run's identity.
     """
 
     name: str
@@ -91,19 +77,27 @@ class RecordedDocument:
 
 
 def read_recorded(path: Path) -> RecordedDocument | None:
-    """Reads a recorded document; None if another version of this package wrote it."""
+    """Reads a recorded document; None if another version of this package wrote it.
+
+    Raises:
+        OSError, TypeError, ValueError: the file is none.
+    """
     fields = read_checksummed_json(path.read_bytes(), (_VERSION,))
     if fields.pop("version", None) != _VERSION:
         return None
-    try:
-        return RecordedDocument(**fields)
-    except TypeError as error:
-        raise ValueError(f"it has other fields: {error}") from error
+    return RecordedDocument(**fields)
 
 
 class Stepped:
-    def __init__(self, coroutine: Any) -> None:
+    """Runs a coroutine, and sees what it waits for.
+
+    A rollout that waits for other documents is not replayed: alone, it would wait for ever, and
+    leave in the user's lists what other documents wait for.
+    """
+
+    def __init__(self, coroutine: Any, watch: EffectWatch) -> None:
         self._coroutine = coroutine
+        self._watch = watch
 
     def __await__(self) -> Generator[Any, None, Any]:
         step = partial(self._coroutine.send, None)
@@ -112,6 +106,8 @@ class Stepped:
                 awaited = self._take(step)
             except StopIteration as end:
                 return end.value
+            if type(awaited) is asyncio.Future and self._is_foreign(awaited):
+                self._watch.effect = self._watch.effect or "wait for other documents"
             try:
                 yield awaited
                 step = partial(self._coroutine.send, None)
@@ -121,94 +117,70 @@ class Stepped:
     def _take(self, step: Callable[[], object]) -> object:
         return step()
 
-
-class _Observed(Stepped):
-    """Finds out whether a rollout waits for other documents: replayed alone, it would wait for
-    ever, and leave in the user's lists what other documents wait for.
-    """
-
-    def __init__(self, coroutine: Any, recorded: RecordedDocuments) -> None:
-        super().__init__(coroutine)
-        self._recorded = recorded
-
-    def _take(self, step: Callable[[], object]) -> object:
-        awaited = step()
-        if type(awaited) is asyncio.Future and self._is_foreign(awaited):
-            self._recorded.waits = True
-        return awaited
-
     def _is_foreign(self, future: asyncio.Future[object]) -> bool:
         coroutine = self._coroutine
-        while hasattr(inner := coroutine.cr_await, "cr_await"):
-            coroutine = inner
-        code = coroutine.cr_code
-        if (coroutine.cr_frame.f_globals.get("__name__"), code.co_name) in _WAITS:
-            return True
+        caller = coroutine
+        while hasattr(coroutine, "cr_await"):
+            innermost = coroutine
+            if coroutine.cr_frame.f_globals["__name__"] not in _WAITS:
+                caller = coroutine
+            coroutine = coroutine.cr_await
         # A call in a thread has a callback that passes its result on.
-        callbacks = [str(callback) for callback, _ in getattr(future, "_callbacks", None) or ()]
-        return is_of_user(code.co_filename) and not any("_chain_" in name for name in callbacks)
+        is_awaited = caller is not innermost or "_chain_" not in str(future._callbacks)
+        is_lock = innermost.cr_code.co_name == "acquire"
+        return is_awaited and not is_lock and is_of_user(caller.cr_code.co_filename)
 
 
 class RecordingAnswers(DocumentAnswers):
-    is_asked = True
+    """The answers of a document that is recorded, or replayed.
+
+    Attributes:
+        sent: payloads as JSON.
+    """
 
     def __init__(
         self,
         rank: RankContext,
         slot: ChunkSlot,
-        source: SourceDocument,
+        document: RecordedDocument,
         rollouts: int,
-        name: str,
-        read: bytes,
-        recorded: RecordedDocuments,
     ) -> None:
-        super().__init__(rank, slot, source.id, rollouts)
-        self.name = name
-        self._recorded = recorded
-        self._read = read
-        self._draws = [*random.getstate()[1]]
-        self._sent: dict[AnswerKey, str] = {}
-        self._known: dict[AnswerKey, bytes] = {}
+        super().__init__(rank, slot, document.id, rollouts)
+        self.document = document
+        self.sent: dict[AnswerKey, str] = {}
+        self.known = {
+            AnswerKey(*key): CachedAnswer(answer.encode(), None)
+            for key, _, answer in document.requests
+        }
 
     def observed(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
-        return _Observed(work, self._recorded)
+        return Stepped(work, ROLLOUTS)
 
     async def saved(self, key: AnswerKey) -> CachedAnswer | None:
         # Before any await: the rollout may change its payload. Secrets are hidden when it is
-        # recorded: searching a long text for them would keep the event loop from its work.
-        self._sent[key] = shown_json(self.payloads[key.rollout_idx])
+        # written: searching a long text for them would keep the event loop from its work.
+        self.sent[key] = shown_json(self.payloads[key.rollout_idx])
         answer = await super().saved(key)
-        self._know(key, answer)
+        if answer is not None:
+            self.known[key] = answer
         return answer
 
     def put(self, key: AnswerKey, answer: CachedAnswer, ends_pieces: bool = False) -> None:
-        self._know(key, answer)
+        self.known[key] = answer
         super().put(key, answer, ends_pieces)
 
-    def _know(self, key: AnswerKey, answer: CachedAnswer | None) -> None:
-        if answer is not None and answer.result is not None:
-            self._known[key] = answer.result
-
-    def record(self, finished: FinishedDocument) -> RecordedDocument | None:
-        if finished.outcome == "dead" or self.failed or not self._sent.keys() <= self._known.keys():
-            return None
-        requests = [
-            ([*key], masked("payload", json.loads(payload)), self._known[key].decode())
-            for key, payload in self._sent.items()
-        ]
-        return RecordedDocument(
-            self.name,
-            self.slot.ordinal,
-            self.slot.chunk.index,
-            self.doc_id,
-            self._read.decode(),
-            finished.document.decode(),
-            requests,
-            self._rank.code,
-            self._rank.checkpoint.run,
-            self._draws,
-            process_names(),
-        )
+    def record(self, finished: FinishedDocument) -> bool:
+        """Completes the recorded document. Returns False if it cannot be replayed."""
+        if finished.outcome == "dead" or self.failed:
+            return False
+        document = self.document
+        document.result = finished.document.decode()
+        for key, payload in self.sent.items():
+            answer = self.known.get(key)
+            if answer is None or answer.result is None:
+                return False
+            document.requests.append(([*key], json.loads(payload), answer.result.decode()))
+        return True
 
 
 def process_names() -> list[str]:
@@ -218,120 +190,90 @@ def process_names() -> list[str]:
 
 
 class RecordedDocuments:
-    """The recorded documents of a run, as one rank sees them.
-
-    Attributes:
-        waits: a rollout has waited for something that only another document can bring.
-    """
-
-    waits = False
+    """The recorded documents of a run, as one rank sees them."""
 
     def __init__(self, root: Path, rank: int = -1, share: float = 1.0) -> None:
         self.folder = root / layout.RECORDED
-        self.finished = asyncio.Queue[tuple[RecordingAnswers, FinishedDocument]]()
+        self.finished = asyncio.Queue[RecordedDocument]()
         self._rank = rank
         self._share = share
-        self._hashes = [_hash_in(name) for name in self.names()]
-        self._room = 0 if self.void else _ALL  # only smaller hashes have room
-        self._limit = self._room
+        self.is_stopped = bool(self.void)
+        self._limit = _ALL  # documents with smaller hashes are recorded
 
     def names(self) -> list[str]:
         """Returns the files, the smallest hash first; none if the recording has ended."""
-        try:
-            names = os.listdir(self.folder)  # noqa: PTH208 (speed)
-        except (FileNotFoundError, NotADirectoryError):
+        if (self.folder / layout.VOID).exists():
             return []
-        if layout.VOID in names:
-            return []
-        return sorted(name for name in names if _FILE.fullmatch(name))
+        return sorted(path.name for path in self.folder.glob(f"{'?' * 16}.json"))
 
     @property
     def void(self) -> str:
         path = self.folder / layout.VOID
+        if not path.exists():
+            return ""
         try:
             return str(read_checksummed_json(path.read_bytes(), (_VERSION,))["why"])
-        except (FileNotFoundError, NotADirectoryError):
-            return ""
         except (OSError, ValueError, KeyError) as error:
             return f"{path} cannot be read ({error!r})"
 
-    def read(self) -> Iterator[RecordedDocument]:
-        for name in self.names()[: layout.MAX_RECORDED]:
-            with suppress(OSError, ValueError):
-                if (document := read_recorded(self.folder / name)) is not None:
-                    yield document
-
-    # recording -----------------------------------------------------------------------------------
-
-    @property
-    def is_stopped(self) -> bool:
-        return not self._room
-
-    def stop(self) -> None:
-        self._room = self._limit = 0
-
-    def answers(
-        self,
-        rank: RankContext,
-        source: SourceDocument,
-        slot: ChunkSlot,
-        rollouts: int,
-    ) -> DocumentAnswers:
-        if not self._limit or source.finished is not None:
-            return DocumentAnswers(rank, slot, source.id, rollouts)
-        number = xxhash.xxh3_64_intdigest(slot.ordinal.to_bytes(8), self._rank)
-        if number < self._limit and number not in self._hashes:
-            with suppress(DocumentNotSerializable):
-                read = encode(source.document)
-                if len(read) < _MAX_BYTES:
-                    insort(self._hashes, number)
-                    self._set_limit(rank.observer.expected_documents())
-                    name = f"{number:016x}"
-                    return RecordingAnswers(rank, slot, source, rollouts, name, read, self)
-        return DocumentAnswers(rank, slot, source.id, rollouts)
-
-    def _set_limit(self, documents: float) -> None:
-        """Args:
-        documents: number of documents that this rank probably has; 0: not known.
-        """
-        self._limit = self._room
-        if len(self._hashes) >= layout.MAX_RECORDED:
-            self._limit = min(self._limit, self._hashes[layout.MAX_RECORDED - 1])
-        if len(self._hashes) >= _FIRST and documents:
-            expected = _MARGIN * layout.MAX_RECORDED * self._share / documents
-            self._limit = min(self._limit, int(expected * _ALL))
-
-    def taken(
-        self, batch: Iterable[tuple[RecordingAnswers, FinishedDocument]]
-    ) -> list[RecordedDocument]:
-        """Returns the documents of a batch that are among those with the smallest hashes."""
-        highest = self._hashes[: layout.MAX_RECORDED][-1]
+    def read(self) -> list[RecordedDocument]:
         documents = []
-        for answers, finished in batch:
-            if not self.is_stopped and _hash_in(answers.name) <= highest:
-                document = answers.record(finished)
-                if document is not None:
+        for name in self.names()[: layout.MAX_RECORDED]:
+            with suppress(OSError, TypeError, ValueError):
+                if (document := read_recorded(self.folder / name)) is not None:
                     documents.append(document)
         return documents
 
-    def finish(self, answers: DocumentAnswers, finished: FinishedDocument) -> None:
-        if isinstance(answers, RecordingAnswers):
-            self.finished.put_nowait((answers, finished))
+    # recording -----------------------------------------------------------------------------------
 
-    def put(self, documents: Collection[RecordedDocument]) -> None:
-        for document in documents:
-            data = checksummed_json({"version": _VERSION, **vars(document)}, indent=False)
-            if len(data) <= _MAX_BYTES:
-                self._write(f"{document.name}.json", data)
+    def answers(
+        self, rank: RankContext, source: SourceDocument, slot: ChunkSlot, rollouts: int
+    ) -> DocumentAnswers:
+        if not (self.is_stopped or source.finished is not None or source.size > _MAX_BYTES):
+            number = xxhash.xxh3_64_intdigest(slot.ordinal.to_bytes(8), self._rank)
+            if number < self._limit:
+                with suppress(DocumentNotSerializable):
+                    document = RecordedDocument(
+                        f"{number:016x}",
+                        slot.ordinal,
+                        slot.chunk.index,
+                        source.id,
+                        encode(source.document).decode(),
+                        "",
+                        [],
+                        rank.code,
+                        rank.checkpoint.run,
+                        [*random.getstate()[1]],
+                        process_names(),
+                    )
+                    if slot.ordinal >= _FIRST:
+                        expected = max(rank.observer.expected_documents(), slot.ordinal + 1)
+                        candidates = _MARGIN * layout.MAX_RECORDED * self._share
+                        self._limit = int(candidates / expected * _ALL)
+                    return RecordingAnswers(rank, slot, document, rollouts)
+        return DocumentAnswers(rank, slot, source.id, rollouts)
+
+    def finish(self, answers: DocumentAnswers, finished: FinishedDocument) -> None:
+        if isinstance(answers, RecordingAnswers) and answers.record(finished):
+            self.finished.put_nowait(answers.document)
+
+    def put(self, document: RecordedDocument) -> None:
+        requests = [
+            (key, masked("payload", payload), answer) for key, payload, answer in document.requests
+        ]
+        fields = {"version": _VERSION, **vars(document), "requests": requests}
+        data = checksummed_json(fields, indent=False)
+        if len(data) <= _MAX_BYTES:
+            self._write(f"{document.name}.json", data)
         names = self.names()
         size = 0
         for number, name in enumerate(names):
             size += size_of(self.folder / name)
             if number >= layout.MAX_RECORDED or size > _MAX_ALL_BYTES:
-                self._room = min(self._room, _hash_in(name))
-                files.disk.remove(self.folder / name)
+                self._limit = min(self._limit, int(name[:16], 16))
+                self.remove([name])
         if not names:  # another rank has ended the recording since
-            self.remove([f"{document.name}.json" for document in documents])
+            self.remove([f"{document.name}.json"])
 
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
@@ -349,18 +291,14 @@ class RecordedDocuments:
         files.disk.rename(beside, self.folder / name)
 
     def end(self, why: str) -> None:
-        """Ends the recording of the run, for all ranks and attempts.
-
-        Raises:
-            CkptError: the disk takes no file. Then, too, nothing is left to be replayed.
-        """
-        self.stop()
-        names = self.names()
+        """Ends the recording of the run, for all ranks and attempts."""
+        self.is_stopped = True
         try:
+            self.remove(self.names())  # first: a full disk must not leave what a start would replay
             self._write(layout.VOID, checksummed_json({"version": _VERSION, "why": redact(why)}))
-        finally:
-            self.remove(names)
-
-
-def _hash_in(name: str) -> int:
-    return int(name[:16], 16)
+        except CkptError as error:  # of the disk: the journal decides whether the rank goes on
+            logger.warning(f"replay check: its end cannot be recorded: {error}")
+        logger.warning(
+            "replay check: the rollout is not run again for documents that are done, because "
+            f"{redact(why)}. A resume compares the text of its code only."
+        )

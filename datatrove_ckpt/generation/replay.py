@@ -19,6 +19,7 @@ before it refuses a run. What is slow decides nothing.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import random
@@ -26,41 +27,42 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from copy import copy
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, cast
 
 import dill  # type: ignore[import-untyped]
-import orjson
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.chunks import Chunk, ChunkSlot
 from datatrove_ckpt.checkpoint.compare import SettingChange, is_of_code
+from datatrove_ckpt.checkpoint.history import ReplayResult
 from datatrove_ckpt.checkpoint.job_file import record_change
 from datatrove_ckpt.checkpoint.journal import FinishedDocument
+from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.request_cache import AnswerKey, CachedAnswer
 from datatrove_ckpt.common.counts import WorkCounts
 from datatrove_ckpt.common.formatting import plural, safe_text
 from datatrove_ckpt.common.redaction import masked, redact
 from datatrove_ckpt.common.threads import in_threads
-from datatrove_ckpt.errors import CheckpointMismatch, CkptError
+from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.generation.document_runs import DocumentRollouts
 from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.generation.quality import AnswerQuality
 from datatrove_ckpt.generation.recorded_documents import (
     RecordedDocument,
     RecordedDocuments,
+    RecordingAnswers,
     Stepped,
     process_names,
 )
-from datatrove_ckpt.generation.requests import DocumentAnswers, RankContext
+from datatrove_ckpt.generation.requests import RankContext
 from datatrove_ckpt.generation.results import ResultEncoder
 from datatrove_ckpt.generation.runner_settings import RunnerSettings
-from datatrove_ckpt.generation.side_effects import ROLLOUTS, ReplayWatch, rollouts_run
+from datatrove_ckpt.generation.side_effects import ROLLOUTS, EffectWatch, ReplayWatch, rollouts_run
 from datatrove_ckpt.generation.user_rollout import bind_shared, shared_arguments
 from datatrove_ckpt.output.document_codec import decode
 from datatrove_ckpt.output.file_names import FileNames
@@ -74,7 +76,6 @@ from datatrove_ckpt.rollouts import Rollout
 SECONDS = 1.0  # of a check at a start, and of the replay of a document that is recorded
 _FRESH_SECONDS = 60.0
 _RECORDING_SECONDS = 5.0  # of all replays of an attempt
-_BATCH = 16  # documents that are recorded together
 _EXCERPT = 60  # characters
 _CHANGING = re.compile(
     r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}|\b[0-9a-f]{32,64}\b|\b0x[0-9a-f]{6,}"
@@ -91,29 +92,18 @@ _CHANGING = re.compile(
 
 @contextmanager
 def replays_of(
-    step: RunnerSettings,
-    preemption: Preemption,
-    names: FileNames,
-    recorded: RecordedDocuments,
-    run: str = "",
+    step: RunnerSettings, preemption: Preemption, root: Path, rank: int = -1, share: float = 1.0
 ) -> Iterator[Replays]:
-    if why_not_replayed(step) or not event_loop.is_audited(asyncio.get_running_loop()):
-        recorded.stop()
+    """Args:
+    share: the rank's part of the run's documents.
+    """
+    recorded = RecordedDocuments(root, rank, share)
+    if why_not_replayed(step):
+        recorded.is_stopped = True
     with shared_arguments(step.shared_context, preemption) as shared, rollouts_run():
-        yield Replays(step, bind_shared(step.rollout_fn, shared), names, recorded, run)
+        yield Replays(step, bind_shared(step.rollout_fn, shared), recorded)
         if ROLLOUTS.effect and not recorded.is_stopped:
-            end_recording(recorded, f"it was seen to {ROLLOUTS.effect}")
-
-
-def end_recording(recorded: RecordedDocuments, why: str) -> None:
-    try:
-        recorded.end(why)
-    except CkptError as error:  # of the disk: the journal decides whether the rank goes on
-        logger.warning(f"replay check: its end cannot be recorded: {error}")
-    logger.warning(
-        "replay check: the rollout is not run again for documents that are done, because "
-        f"{redact(why)}. A resume compares the text of its code only."
-    )
+            recorded.end(f"it was seen to {ROLLOUTS.effect}")
 
 
 def why_not_replayed(step: RunnerSettings) -> str:
@@ -150,14 +140,12 @@ class Difference(NamedTuple):
         return words if self.kind == "order" else sorted(words)
 
     @property
-    def excerpts(self) -> tuple[str, str]:
-        old = redact(self.old)
-        new = redact(self.new)
-        same = len(os.path.commonprefix([old, new]))  # noqa: RUF071 (of characters)
+    def excerpts(self) -> list[str]:
+        texts = [redact(self.old), redact(self.new)]
+        same = len(os.path.commonprefix(texts))  # noqa: RUF071 (of characters)
         start = max(0, same - _EXCERPT // 3)
-        shown = slice(start, start + _EXCERPT)
         dots = "..." if start else ""
-        return dots + old[shown], dots + new[shown]
+        return [dots + text[start : start + _EXCERPT] for text in texts]
 
     def __str__(self) -> str:
         old, new = self.excerpts
@@ -167,46 +155,40 @@ class Difference(NamedTuple):
 def _json(value: object) -> str:
     if isinstance(value, str):
         return value
-    return orjson.dumps(value, default=repr, option=orjson.OPT_NON_STR_KEYS).decode()
+    return json.dumps(value, ensure_ascii=False)
 
 
-class SeenToAct(Exception):
-    """The rollout does something outside of this process."""
+class NotReplayable(Exception):
+    """No start may run the rollout again for documents that are done."""
 
 
-class ReplayedAnswers(DocumentAnswers):
+def _raise_if_seen(watch: EffectWatch) -> None:
+    if effect := watch.effect or ROLLOUTS.effect:
+        raise NotReplayable(f"it was seen to {effect}")
+
+
+class ReplayedAnswers(RecordingAnswers):
     """The answers of a recorded document.
 
     Attributes:
-        unknown: the first payload that the record lacks. Its request, and others like it, wait: a
-            rollout may swallow an error.
+        ended: set when the rollout has ended, or sent a request that the record lacks. This request
+            waits: a rollout may swallow an error.
     """
 
-    def __init__(
-        self, rank: RankContext, slot: ChunkSlot, document: RecordedDocument, rollouts: int
-    ) -> None:
-        super().__init__(rank, slot, document.id, rollouts)
-        self.unused: dict[AnswerKey, object] = {}
-        self._known: dict[AnswerKey, CachedAnswer] = {}
-        for fields, payload, answer in document.requests:
-            key = AnswerKey(*fields)
-            self.unused[key] = payload
-            self._known[key] = CachedAnswer(answer.encode(), None)
-        self.unknown: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.ended = asyncio.Event()
 
     async def cached(self) -> dict[AnswerKey, CachedAnswer]:
-        return self._known
+        return self.known
 
-    async def saved(self, key: AnswerKey) -> CachedAnswer:
-        if key not in self._known:
-            if not self.unknown.done():
-                self.unknown.set_result(masked("payload", self.payloads[key.rollout_idx]))
-            await self.ended  # is cancelled
+    async def saved(self, key: AnswerKey) -> CachedAnswer | None:
+        answer = await super().saved(key)
+        if answer is None:
+            self.ended.set()
+            await asyncio.get_running_loop().create_future()  # until it is cancelled
         await asyncio.sleep(0)
-        self.unused.pop(key, None)
-        self.reused[key.rollout_idx] += 1
-        return self._known[key]
+        return answer
 
 
 class _Drawing(Stepped):
@@ -218,8 +200,8 @@ class _Drawing(Stepped):
 
     seconds = 0.0
 
-    def __init__(self, coroutine: object, draws: list[int]) -> None:
-        super().__init__(coroutine)
+    def __init__(self, coroutine: object, watch: EffectWatch, draws: list[int]) -> None:
+        super().__init__(coroutine, watch)
         self._state: tuple[object, ...] = (random.getstate()[0], tuple(draws), None)
 
     def _take(self, step: Callable[[], object]) -> object:
@@ -227,10 +209,9 @@ class _Drawing(Stepped):
         outer = random.getstate()
         random.setstate(self._state)
         try:
-            awaited = step()
-            self._state = random.getstate()
-            return awaited
+            return super()._take(step)
         finally:
+            self._state = random.getstate()
             random.setstate(outer)
             self.seconds += time.monotonic() - started
 
@@ -245,12 +226,15 @@ class _Reporter:
 
 @dataclass
 class Verdict:
-    """What the replays have shown."""
+    """What the replays have shown.
 
-    same: list[RecordedDocument] = field(default_factory=list)
-    accepts: bool = False
+    Attributes:
+        same: number of documents with the same requests and results.
+        undecided: why other documents were not replayed.
+    """
+
+    same: int = 0
     differences: list[Difference] = field(default_factory=list)
-    acts: str = ""
     undecided: str = ""
 
     @property
@@ -259,36 +243,22 @@ class Verdict:
 
     def __str__(self) -> str:
         if self.real:
-            number = plural(len(self.differences) + len(self.same), "recorded document")
+            number = plural(len(self.differences) + self.same, "recorded document")
             return f"{self.real[0]} ({len(self.real)} of {number})"
-        if self.acts or self.undecided:
-            return ""
-        verb = "gets" if len(self.same) == 1 else "get"
-        number = plural(len(self.same), "recorded document")
-        return f"{number} {verb} the same requests and results"
+        verb = "gets" if self.same == 1 else "get"
+        return f"{plural(self.same, 'recorded document')} {verb} the same requests and results"
 
 
 @dataclass(eq=False)
 class Replays:
     step: RunnerSettings
     rollout_fn: Rollout
-    names: FileNames
     recorded: RecordedDocuments
-    run: str = ""
 
     def __post_init__(self) -> None:
-        step = self.step
         self._spent = 0.0  # seconds
-        self._results = ResultEncoder(step, self.names, None)
-        self._requests = RankContext(
-            step.models,
-            cast(Any, SimpleNamespace(raise_failure=lambda: None)),
-            cast(Any, _Reporter()),
-            Shutdown(),
-            AnswerQuality(step.refusals),
-            cast(Any, None),
-            "",
-        )
+        names = FileNames(self.step.output_writer, 0, "", self.recorded.folder)
+        self._results = ResultEncoder(self.step, names, None)
 
     # one document --------------------------------------------------------------------------------
 
@@ -297,180 +267,149 @@ class Replays:
 
         Raises:
             TimeoutError: it took longer than ``seconds``.
-            SeenToAct: it tried to do something outside of this process, which did not happen.
+            NotReplayable: a rollout acts outside of this process (here, it was refused), or waits
+                for other documents.
         """
         step = self.step
-        requests = copy(self._requests)
-        requests.code = document.code
-        requests.shutdown = Shutdown()
         watch = ReplayWatch()
-        runs = DocumentRollouts(requests, self.rollout_fn, self._results, watch)
+        _raise_if_seen(watch)
+        requests = RankContext(
+            step.models,
+            cast(Any, SimpleNamespace(raise_failure=lambda: None)),
+            cast(Any, _Reporter()),
+            Shutdown(),
+            AnswerQuality(step.refusals),
+            cast(Any, None),
+            document.code,
+        )
         slot = ChunkSlot(document.ordinal, Chunk(document.chunk, 0), True)
-        answers = ReplayedAnswers(requests, slot, document, step.model.rollouts_per_document)
+        rollouts = step.model.rollouts_per_document
+        answers = ReplayedAnswers(requests, slot, document, rollouts)
         source = SimpleNamespace(
             document=decode(document.read.encode()), finished=None, fingerprint="", id=document.id
         )
+        runs = DocumentRollouts(requests, self.rollout_fn, self._results, watch)
         finished = runs.finished(cast(SourceDocument, source), slot, answers)
+        drawing = _Drawing(finished, watch, document.draws)
         deadline = time.monotonic() + seconds
-        drawing = _Drawing(finished, document.draws)
-        task = asyncio.ensure_future(drawing)
+        task = asyncio.create_task(_outcome(drawing, answers.ended))
         try:
-            waited: list[asyncio.Future[object]] = [task, answers.unknown]
-            await asyncio.wait(waited, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if watch.effect:
-                raise SeenToAct(watch.effect)
-            is_ended = task.done() or answers.unknown.done()
-            if not is_ended or time.monotonic() > deadline:  # it may block the loop
-                raise TimeoutError
-            return _difference(document, answers, task)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await answers.ended.wait()
+            _raise_if_seen(watch)
+            if time.monotonic() > deadline:  # it may have blocked the loop
+                raise TimeoutError("it takes longer than a replay may")
+            return _difference(answers, task.result() if task.done() else None)
         finally:
             self._spent += drawing.seconds
             requests.has_ended = True
             watch.has_ended = True
-            answers.ended.cancel()
-            if not task.done():
-                task.cancel()
-                await asyncio.wait([task], timeout=0.2)
-            if task.done() and not task.cancelled():
-                task.exception()  # else asyncio logs that nothing has read it
+            task.cancel()
+            await asyncio.wait([task], timeout=0.2)
 
     # all documents, at a start -------------------------------------------------------------------
 
     async def check(self, seconds: float = SECONDS) -> Verdict:
-        verdict = Verdict(acts=ROLLOUTS.effect)
+        """Raises NotReplayable if no document may be replayed."""
+        verdict = Verdict()
         deadline = time.monotonic() + seconds
         try:
-            documents = await in_own_thread(lambda: [*self.recorded.read()])
-            for document in documents if not verdict.acts else ():
-                verdict.accepts |= document.run != self.run
-                left = max(0.001, deadline - time.monotonic())
-                difference = await self.replay(document, left)
+            for document in await in_own_thread(self.recorded.read):
+                difference = await self.replay(document, deadline - time.monotonic())
                 if difference is None:
-                    verdict.same.append(document)
+                    verdict.same += 1
                 else:
                     verdict.differences.append(difference)
-        except TimeoutError:
-            verdict.undecided = f"it takes longer than {seconds:g} s"
-        except SeenToAct as error:
-            verdict.acts = str(error)
-        except Exception as error:  # a defect of this check ends no run
-            verdict.undecided = redact(repr(error))
+        except NotReplayable:
+            raise
+        except Exception as error:  # a defect of this check, too, ends no run
+            verdict.undecided = redact(safe_text(error))
         return verdict
 
-    async def refuse_changes(self) -> str:
+    async def refuse_changes(self, checkpoint: OpenCheckpoint) -> None:
         """Checks the rollout before the first request of a start whose code has the same text, or
-        whose change is accepted. Returns what is noteworthy, or "".
+        whose change is accepted. What is noteworthy goes into the history.
 
         Raises:
             CheckpointMismatch: it sends other requests, or gives other results.
             CheckpointError: an accepted difference cannot be written to ``job.json``.
         """
-        step = self.step
         recorded = self.recorded
-        if recorded.is_stopped:
-            return ""
-        verdict = await self.check()
-        if verdict.acts:
-            return await self._end(f"it was seen to {verdict.acts}")
-        if verdict.real and step.accept_changes:
-            await self._accept(verdict)
-        elif verdict.real:
-            is_real = any(difference.kind == "real" for difference in verdict.real)
-            repeats = await in_own_thread(repeats_itself, step, recorded.folder.parent)
-            if repeats or (repeats is None and is_real):
-                raise mismatch(verdict)
-            if is_real:
-                return await self._end(
-                    f"it sends other requests in each process ({verdict.real[0]})"
-                )
-        if verdict.undecided:
-            logger.warning(
-                "The replay check of recorded documents decides nothing for this start, because "
-                f"{verdict.undecided}: only the text of the code is compared."
-            )
-        elif verdict.differences and not verdict.real:
-            logger.warning(
-                "The rollout sends other requests than before, but only in what differs at each "
-                f"start (times, ids, addresses): {verdict.differences[0]}"
-            )
-        shown = ""
-        removed = [f"{difference.document.name}.json" for difference in verdict.differences]
-        if step.accept_changes and (verdict.accepts or verdict.real):
-            # Also those that there was no time for: without the flag, the next start would refuse
-            # them.
-            removed = recorded.names()
-            shown = f"accepted: {verdict}"
+        if recorded.is_stopped or not recorded.names():
+            return
+        why = shown = ""
         try:
-            await in_own_thread(recorded.remove, removed)
-            if shown:
-                for document in verdict.same:
-                    document.run = self.run
-                await in_own_thread(recorded.put, verdict.same)
-        except CkptError as error:
-            self._stop(error)
-        return shown
+            verdict = await self.check()
+            if self.step.accept_changes:
+                shown = f"accepted: {verdict}"
+                why = await self._accept(verdict)
+            elif verdict.real:
+                why = await self._refuse(verdict)
+            elif verdict.undecided:
+                logger.warning(
+                    "The replay check of recorded documents decides nothing for this start, "
+                    f"because {verdict.undecided}: only the text of the code is compared."
+                )
+            elif verdict.differences:
+                logger.warning(
+                    "The rollout sends other requests than before, but only in what differs at "
+                    f"each start (times, ids, addresses): {verdict.differences[0]}"
+                )
+        except NotReplayable as error:
+            why = str(error)
+        if why:
+            await in_own_thread(recorded.end, why)
+            shown = shown or f"ended: {why}"
+        if shown:
+            checkpoint.note(ReplayResult(what=shown))
 
-    async def _accept(self, verdict: Verdict) -> None:
-        """Accepts differences, which are the last ones if the code's text is the same: the rollout
-        may depend on its process.
+    async def _refuse(self, verdict: Verdict) -> str:
+        """Returns why no start may replay documents, if unedited code has made the differences.
+
+        Raises:
+            CheckpointMismatch: otherwise.
         """
-        first = verdict.real[0]
         root = self.recorded.folder.parent
-        old, new = first.excerpts
-        await in_own_thread(record_change, root, first.path, old, new)
-        if not verdict.accepts:
-            await self._end("its differences are accepted")
+        repeats = await in_own_thread(repeats_itself, self.step, root)
+        is_real = any(difference.kind == "real" for difference in verdict.real)
+        if repeats or (repeats is None and is_real):
+            raise mismatch(verdict)
+        return f"it sends other requests in each process ({verdict.real[0]})"
 
-    async def _end(self, why: str) -> str:
-        await in_own_thread(end_recording, self.recorded, why)
-        return f"ended: {why}"
+    async def _accept(self, verdict: Verdict) -> str:
+        """Returns as ``_refuse`` does. Without the flag, the next start would refuse what there was
+        no time for; and the rollout may depend on its process.
+        """
+        for difference in verdict.real[:1]:
+            root = self.recorded.folder.parent
+            old, new = difference.excerpts
+            await in_own_thread(record_change, root, difference.path, old, new)
+        return "its differences are accepted" if verdict.real or verdict.undecided else ""
 
     # while documents run -------------------------------------------------------------------------
 
     async def record(self) -> None:
         recorded = self.recorded
-        queue = recorded.finished
         while True:
-            batch = [await queue.get()]
-            while len(batch) < _BATCH and not queue.empty():
-                batch.append(queue.get_nowait())
+            document = await recorded.finished.get()
             try:
-                # Searching 200 kB for secrets takes 50 ms.
-                documents = await in_own_thread(recorded.taken, batch)
-                repeated = [document for document in documents if await self._repeats(document)]
-                if repeated:
-                    await in_own_thread(recorded.put, repeated)
-            except Exception as error:  # a full disk, or a defect of this check
-                self._stop(error)
-            finally:
-                for _ in batch:
-                    queue.task_done()
-
-    def _stop(self, error: Exception) -> None:
-        logger.warning(f"replay check: no more documents are recorded: {error!r}")
-        self.recorded.stop()
-
-    async def _repeats(self, document: RecordedDocument) -> bool:
-        if self._spent > _RECORDING_SECONDS:  # no start has the time for more
-            self.recorded.stop()
-        if self.recorded.is_stopped:
-            return False
-        if ROLLOUTS.effect:
-            why = f"it was seen to {ROLLOUTS.effect}"
-        elif self.recorded.waits:
-            why = "it waits for other documents"
-        else:
-            try:
-                difference = await self.replay(document, SECONDS)
-                if difference is None:
-                    return True
-                why = f"it does not repeat itself for equal answers ({difference})"
+                if not recorded.is_stopped:
+                    difference = await self.replay(document, SECONDS)
+                    if difference is not None:
+                        why = f"it does not repeat itself for equal answers ({difference})"
+                        raise NotReplayable(why)
+                    await in_own_thread(recorded.put, document)
+            except NotReplayable as error:
+                await in_own_thread(recorded.end, str(error))
             except TimeoutError:
-                return False
-            except SeenToAct as error:
-                why = f"it was seen to {error}"
-        await self._end(why)
-        return False
+                self._spent += SECONDS
+            except Exception as error:  # a full disk, or a defect of this check
+                logger.warning(f"replay check: no more documents are recorded: {error!r}")
+                recorded.is_stopped = True
+            finally:
+                recorded.finished.task_done()
+            recorded.is_stopped |= self._spent > _RECORDING_SECONDS  # no start has time for more
 
 
 def mismatch(verdict: Verdict) -> CheckpointMismatch:
@@ -486,21 +425,34 @@ def mismatch(verdict: Verdict) -> CheckpointMismatch:
 # differences --------------------------------------------------------------------------------------
 
 
-def _difference(
-    document: RecordedDocument, answers: ReplayedAnswers, task: asyncio.Task[FinishedDocument]
-) -> Difference | None:
-    old = next(iter(answers.unused.values()), None)
-    if answers.unknown.done():
-        return compared(document, "", old, answers.unknown.result())
+async def _outcome(
+    finished: Awaitable[FinishedDocument], ended: asyncio.Event
+) -> bytes | BaseException:
     try:
-        result = task.result().document.decode()
+        return (await finished).document
     except (Exception, asyncio.CancelledError) as error:
-        return compared(document, "error", None, f"{type(error).__name__}: {safe_text(error)}")
-    if old is not None:
-        return compared(document, "", old, None)
-    if result == document.result:
+        return error
+    finally:
+        ended.set()
+
+
+def _difference(
+    answers: ReplayedAnswers, outcome: bytes | BaseException | None
+) -> Difference | None:
+    document = answers.document
+    unused = [
+        payload for key, payload, _ in document.requests if AnswerKey(*key) not in answers.sent
+    ]
+    unknown = [json.loads(sent) for key, sent in answers.sent.items() if key not in answers.known]
+    if isinstance(outcome, BaseException) and not unknown:
+        text = f"{type(outcome).__name__}: {safe_text(outcome)}"
+        return compared(document, "error", None, text)
+    if unused or unknown or not isinstance(outcome, bytes):
+        old, new = (masked("payload", next(iter(side), None)) for side in (unused, unknown))
+        return compared(document, "", old, new)
+    if outcome == document.result.encode():
         return None
-    return compared(document, "result", orjson.loads(document.result), orjson.loads(result))
+    return compared(document, "result", json.loads(document.result), json.loads(outcome))
 
 
 def _found(document: RecordedDocument, path: str, old: object, new: object) -> Difference:
@@ -508,18 +460,14 @@ def _found(document: RecordedDocument, path: str, old: object, new: object) -> D
     texts = (_json(old), _json(new))
     before = _words(texts[0], document.process)
     after = _words(texts[1], process_names())
-    if before == after or _are_close(old, new):
+    is_close = (
+        isinstance(old, float) and isinstance(new, float) and math.isclose(old, new, rel_tol=1e-5)
+    )
+    if before == after or is_close:  # as close as numbers that another processor computes
         kind = "changing"
     elif sorted(before) == sorted(after):
         kind = "order"
     return Difference(document, path.lstrip(".") or "request", *texts, kind)
-
-
-def _are_close(old: object, new: object) -> bool:
-    """Whether two numbers differ as much as those that another processor computes."""
-    return (
-        isinstance(old, float) and isinstance(new, float) and math.isclose(old, new, rel_tol=1e-5)
-    )
 
 
 def _words(text: str, process: list[str]) -> list[str]:
@@ -529,30 +477,30 @@ def _words(text: str, process: list[str]) -> list[str]:
 
 
 def compared(document: RecordedDocument, path: str, old: object, new: object) -> Difference:
-    pairs = _pairs(path, old, new) or [("what is hidden", old, new)]
-    differences = [_found(document, *pair) for pair in pairs]
+    before = _leaves(path, old)
+    after = _leaves(path, new)
+    differing = [
+        place for place in before | after if _json(before.get(place)) != _json(after.get(place))
+    ]
+    differences = [
+        _found(document, place, before.get(place), after.get(place))
+        for place in differing or ["what is hidden"]
+    ]
     order = ("real", "order", "changing")
     return min(differences, key=lambda difference: order.index(difference.kind))
 
 
-def _pairs(path: str, old: object, new: object) -> list[tuple[str, object, object]]:
-    before = _parts(old)
-    after = _parts(new)
-    if not (before and after):
-        return [] if _json(old) == _json(new) else [(path, old, new)]
-    return [
-        pair
-        for place in dict.fromkeys([*before, *after])
-        for pair in _pairs(path + place, before.get(place), after.get(place))
-    ]
-
-
-def _parts(value: object) -> dict[str, object]:
+def _leaves(path: str, value: object) -> dict[str, object]:
+    """Returns the texts, numbers and empty parts of a JSON value, by path."""
+    parts = {}
     if isinstance(value, dict):
-        return {f".{name}": part for name, part in value.items()}
-    if isinstance(value, list):
-        return {f"[{index}]": part for index, part in enumerate(value)}
-    return {}
+        parts = {f"{path}.{name}": part for name, part in value.items()}
+    elif isinstance(value, list):
+        parts = {f"{path}[{index}]": part for index, part in enumerate(value)}
+    leaves: dict[str, object] = {} if parts else {path: value}
+    for place, part in parts.items():
+        leaves |= _leaves(place, part)
+    return leaves
 
 
 # other processes, and commands --------------------------------------------------------------------
@@ -562,14 +510,13 @@ def replay_all(step: RunnerSettings, root: Path, seconds: float = SECONDS) -> Ve
     preemption = step.preemption()
 
     async def check() -> Verdict:
-        names = FileNames(step.output_writer, 0, "", root)
-        with replays_of(step, preemption, names, RecordedDocuments(root)) as replays:
+        with replays_of(step, preemption, root) as replays:
             return await replays.check(seconds)
 
     host = host_loop()
     try:
         return (event_loop if host is None else host).run(check())
-    except Exception as error:  # of the user's shared_context
+    except Exception as error:  # also of the user's shared_context
         return Verdict(undecided=redact(safe_text(error)))
 
 
@@ -583,56 +530,45 @@ def evidence(step: RunnerSettings, root: Path, changes: Sequence[SettingChange])
     verdict = replay_all(step, root)
     if verdict.real:
         return f"The changed code gives finished documents other requests or results: {verdict}\n"
-    if verdict.differences or not verdict.same or not str(verdict):
+    if verdict.differences or verdict.undecided or not verdict.same:
         return ""
     places = [change.note.partition(": ")[0] for change in changes if change.note]
     changed = ", ".join([*dict.fromkeys(places)][:3]) or "The code"
     return f"{changed} changed; {verdict}. If that is all, set accept_changes.\n"
 
 
-_MARK = b"replayed "
-_CHILD = "from datatrove_ckpt.generation import replay; replay.answer_parent()"
-
-
 def repeats_itself(step: RunnerSettings, root: Path) -> bool | None:
-    """Returns whether two new processes find the same differences; None if there can be none.
+    """Returns whether three new processes find the same differences; None if there can be none.
 
-    They differ in hash seed, time and process id. Neither is compared with this process, which may
-    have more than a pickle holds.
+    They differ in hash seed, time and process id; a set of few words has the same order in two of
+    them by chance. None is compared with this process, which may have more than a pickle holds.
     """
     try:
-        data = dill.dumps(sys.path) + dill.dumps((step, root))
-    except Exception as error:  # of any object that the step holds
+        data = dill.dumps((step, root))
+        return len({*in_threads(_differences_elsewhere, [data] * 3)}) == 1
+    except Exception as error:  # of any object that the step holds, or of a process
         logger.debug(f"replay check: no new process can repeat it: {error!r}")
         return None
-    first, second = in_threads(_differences_elsewhere, [data, data])
-    if first is None or second is None:
-        return None
-    return bool(first == second)
 
 
-def _differences_elsewhere(data: bytes) -> bytes | None:
-    with suppress(subprocess.TimeoutExpired):
-        child = subprocess.run(
-            [sys.executable, "-c", _CHILD],
-            input=data,
-            capture_output=True,
-            env={**os.environ, "PYTHONHASHSEED": "random"},
-            timeout=_FRESH_SECONDS,
-        )
-        _, mark, found = child.stdout.rpartition(_MARK)
-        if mark:
-            return found
-    return None
+def _differences_elsewhere(data: bytes) -> bytes:
+    code = "from datatrove_ckpt.generation import replay; replay.answer_parent()"
+    variables = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "random"}
+    return subprocess.check_output(
+        [sys.executable, "-c", code],
+        input=data,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | variables,
+        timeout=_FRESH_SECONDS,
+    )
 
 
 def answer_parent() -> None:
-    sys.path[:] = dill.load(sys.stdin.buffer)
-    step, root = dill.load(sys.stdin.buffer)
-    verdict = replay_all(step, root, _FRESH_SECONDS)
-    if not verdict.undecided:
-        fields = [
-            [difference.document.name, difference.path, difference.new_words]
-            for difference in verdict.real
-        ]
-        print(_MARK.decode() + orjson.dumps(fields).decode())
+    with redirect_stdout(sys.stderr):  # of the user's prints
+        step, root = dill.load(sys.stdin.buffer)
+        verdict = replay_all(step, root, _FRESH_SECONDS)
+    if verdict.undecided:
+        sys.exit(verdict.undecided)
+    print(
+        json.dumps([[found.document.name, found.path, found.new_words] for found in verdict.real])
+    )

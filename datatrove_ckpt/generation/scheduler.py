@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.history import ReplayResult
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import (
     CheckpointError,
@@ -230,6 +229,9 @@ class Scheduler:
         # If a wait raises, ``abort`` must come before any document is cancelled.
         try:
             try:
+                await self.replays.refuse_changes(
+                    self.checkpoint
+                )  # beside the start of the servers
                 await self._admit_all(documents)
             except CheckpointMismatch as error:
                 self.shutdown.fail(error)
@@ -267,7 +269,6 @@ class Scheduler:
                 seconds = min(2 * seconds, LOOK_SECONDS)
 
     async def _admit_all(self, documents: DocumentSource) -> None:
-        is_checked = False
         needs_server = self._server_needed.is_set()
         async for batch in documents.batches(self.checkpoint.resumed):
             for source in batch:
@@ -278,10 +279,6 @@ class Scheduler:
                     needs_server = True
                     self.runs.results.look_at_first(source.document)
                     self._server_needed.set()
-                if not is_checked:  # beside the start of the servers
-                    if result := await self.replays.refuse_changes():
-                        self.checkpoint.note(ReplayResult(what=result))
-                    is_checked = True
                 while self.checkpoint.congested or self.checkpoint.publishing_behind:
                     await next_look()
                 if slot.ordinal == slot.chunk.first_ordinal:

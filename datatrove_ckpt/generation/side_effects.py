@@ -23,13 +23,15 @@ import os
 import re
 import socket
 import stat
+import subprocess
 import sys
-import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
+from typing import Any
+from weakref import WeakSet
 
 from datatrove_ckpt.user_code.description import is_of_user
 
@@ -90,49 +92,35 @@ class ReplayWatch(EffectWatch):
 
 
 class SetupEffects(EffectWatch):
+    """Sees what an import or ``shared_context`` opens: it may be open when rollouts start."""
+
     def __init__(self) -> None:
-        self._names: set[str] = set()  # of sockets, files and programs, as /proc names them
+        self._names: set[str] = set()  # of sockets and files, as /proc names them
+        self._programs = WeakSet[subprocess.Popen[Any]]()
 
     def see(self, event: str, arguments: tuple[object, ...]) -> None:
         first = arguments[0] if arguments else None
+        program = sys._getframe(2).f_locals.get("self")
         with suppress(OSError):  # a closed socket, a working folder that is gone
             if isinstance(first, socket.socket):
                 self._names.add(f"socket:[{os.fstat(first.fileno()).st_ino}]")
-            elif event == "subprocess.Popen" and isinstance(arguments[1], list | tuple):
-                self._names.add("\0".join(map(os.fsdecode, arguments[1])))
+            elif isinstance(program, subprocess.Popen):
+                self._programs.add(program)
             elif isinstance(first, str | bytes | os.PathLike):
                 self._names.add(os.path.realpath(os.fsdecode(first)))
 
     def lasting(self) -> str:
-        for kind, name in _what_lasts() if self._names else ():
-            if name in self._names:
-                shown = "a connection" if name.startswith("socket:") else name
-                return f"keep {kind or shown} open"
-        return ""
-
-
-def _what_lasts() -> Iterator[tuple[str, str]]:
-    with suppress(OSError):
-        for descriptor in Path("/proc/self/fd").iterdir():
-            with suppress(OSError):
-                if int(descriptor.name) > 2 and descriptor.lstat().st_mode & stat.S_IWUSR:
-                    yield "", str(descriptor.readlink())
-    for process in Path("/proc").glob("[0-9]*"):
+        if any(program.returncode is None for program in self._programs):
+            return "keep a program open"
         with suppress(OSError):
-            yield "a program", _words_of(process)
-
-
-def _words_of(process: Path) -> str:
-    """Raises OSError: it is no program, or has ended."""
-    words = b""
-    for _ in range(100):
-        words = (process / "cmdline").read_bytes().rstrip(b"\0")
-        if words:
-            break
-        # A program that has just begun has none for a moment; a thread of the kernel has no file.
-        (process / "exe").readlink()
-        time.sleep(0.001)
-    return os.fsdecode(words)
+            for descriptor in Path("/proc/self/fd").iterdir():
+                with suppress(OSError):
+                    name = str(descriptor.readlink())
+                    is_written = descriptor.lstat().st_mode & stat.S_IWUSR
+                    if is_written and name in self._names and int(descriptor.name) > 2:
+                        shown = "a connection" if name.startswith("socket:") else name
+                        return f"keep {shown} open"
+        return ""
 
 
 ROLLOUTS = EffectWatch()

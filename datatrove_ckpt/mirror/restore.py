@@ -554,14 +554,11 @@ def restore_recorded(url: str, root: Path) -> None:
     store = ObjectStore(url)
     folder = root / layout.RECORDED
     with suppress(OSError):  # the rank has its folder, or another error has come before
-        names = [*store.names(layout.RECORDED)]
-        needed = [layout.VOID] if layout.VOID in names else names[: layout.MAX_RECORDED]
-        missing = [name for name in needed if not (folder / name).exists()]
-        contents = in_threads(lambda name: store.read(f"{layout.RECORDED}/{name}", 2**20), missing)
-        if missing:
-            files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
-        for name, data in zip(missing, contents, strict=True):
+        names = [name for name in store.names(layout.RECORDED) if not (folder / name).exists()]
+        contents = in_threads(lambda name: store.read(f"{layout.RECORDED}/{name}", 2**20), names)
+        for name, data in zip(names, contents, strict=True):
             if data is not None:
+                files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
                 files.disk.replace(folder / name, data)
 
 

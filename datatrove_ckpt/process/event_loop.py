@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar, TypeVarTuple, cast
+from typing import Any, TypeVar, TypeVarTuple
 
 from datatrove_ckpt.common.threads import in_thread
 from datatrove_ckpt.process.fork_boundaries import wait_to_fork
@@ -53,14 +53,6 @@ def _outer_loop_waits() -> Iterator[None]:
             asyncio.tasks._enter_task(outer, task)
 
 
-def _factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:
-        return None  # Python's own
-    return partial(_audited, uvloop.new_event_loop)
-
-
 _HIDDEN = {
     "create_connection": "socket.connect",
     "create_unix_connection": "socket.connect",
@@ -71,12 +63,15 @@ _HIDDEN = {
 """Audit events of Python's own loop that libuv hides, by the methods of a loop."""
 
 
-def _audited(new_event_loop: Callable[[], Any]) -> asyncio.AbstractEventLoop:
-    loop = new_event_loop()
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     for name, event in _HIDDEN.items():
         setattr(loop, name, partial(_audited_call, event, getattr(loop, name)))
-    loop.is_audited = True
-    return cast(asyncio.AbstractEventLoop, loop)
+    return loop
 
 
 async def _audited_call(
@@ -85,11 +80,6 @@ async def _audited_call(
     if settings.get("sock") is None:
         sys.audit(event, next(iter(arguments), None), arguments)
     return await call(factory, *arguments, **settings)
-
-
-def is_audited(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether a loop raises audit events: Python's own, or one of ``run``."""
-    return hasattr(loop, "is_audited") or type(loop).__module__.startswith("asyncio.")
 
 
 @_outer_loop_waits()
@@ -105,7 +95,7 @@ def run(main: Awaitable[_Result]) -> _Result:
             interruptions.append(interruption)
             raise asyncio.CancelledError from None
 
-    runner = asyncio.Runner(loop_factory=_factory())
+    runner = asyncio.Runner(loop_factory=_new_loop)
     threads = []
 
     def begin_thread() -> None:

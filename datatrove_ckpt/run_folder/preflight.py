@@ -107,9 +107,9 @@ def _replay(plan: RunPlan) -> Iterator[Finding]:
     for runner, root in plan.with_checkpoints:
         step = runner.step
         recorded = RecordedDocuments(root)
-        why_not = why_not_replayed(step)
-        if not why_not and not recorded.names():
-            why_not = recorded.void or "no document is recorded yet"
+        why_not = why_not_replayed(step) or recorded.void
+        if not recorded.names():
+            why_not = why_not or "no document is recorded yet"
         if why_not:
             state: FindingState = "note" if recorded.void else "ok"
             yield Finding(state, "replay check", f"nothing is replayed: {why_not}.")
@@ -118,11 +118,12 @@ def _replay(plan: RunPlan) -> Iterator[Finding]:
         if verdict.real and not step.accept_changes:
             error = mismatch(verdict)
             yield Finding("problem", "replay check", str(error), error=error)
-        elif found := str(verdict):
-            yield Finding("warning" if verdict.differences else "ok", "replay check", f"{found}.")
+        elif verdict.undecided:
+            text = f"nothing is decided: {verdict.undecided}."
+            yield Finding("warning", "replay check", text)
         else:
-            why_not = verdict.undecided or f"the rollout was seen to {verdict.acts}"
-            yield Finding("warning", "replay check", f"nothing is decided: {why_not}.")
+            state = "warning" if verdict.differences else "ok"
+            yield Finding(state, "replay check", f"{verdict}.")
 
 
 # What a run does with findings --------------------------------------------------------------------

@@ -316,7 +316,7 @@ def _check_recorded(report: VerifyReport) -> Iterator[Problem]:
         path = recorded.folder / name
         try:
             read_recorded(path)
-        except (OSError, ValueError) as error:
+        except (OSError, TypeError, ValueError) as error:
             message = (
                 f"{path} holds no recorded document ({error}), as after a power loss. Remove it; "
                 "the output is not affected."

@@ -24,10 +24,11 @@ from datatrove_ckpt.checkpoint.checksummed_lines import checksummed_json, read_c
 from datatrove_ckpt.checkpoint.history import ReplayResult, parse_line
 from datatrove_ckpt.common import redaction
 from datatrove_ckpt.errors import CheckpointMismatch, DocumentFailed
-from datatrove_ckpt.generation import recorded_documents, replay
+from datatrove_ckpt.generation import provider_passes, recorded_documents, replay
 from datatrove_ckpt.generation.recorded_documents import RecordedDocuments
 from datatrove_ckpt.readers import JsonlReader
 from tests.jobs import chat, documents, results, run_job, runner
+from tests.provider import FakeProvider
 from tests.replays import ONE, first_then, go_on, recorded, says_word, start
 
 
@@ -334,7 +335,7 @@ async def waits_for_another(document, generate):
         (draws, ""),
         (of_its_own, "it does not repeat itself for equal answers"),
         (counts, "it does not repeat itself for equal answers"),
-        (waits_for_another, "it waits for other documents"),
+        (waits_for_another, "it was seen to wait for other documents"),
     ],
 )
 def test_unedited_code_is_not_refused(tmp_path, server, rollout, why):
@@ -344,7 +345,16 @@ def test_unedited_code_is_not_refused(tmp_path, server, rollout, why):
     assert bool(void(tmp_path)) == bool(why)
     verdict = replay.replay_all(runner(tmp_path, server, rollout), tmp_path / "checkpoints")
     assert not verdict.real
-    assert len(verdict.same) == (0 if why else 6)
+    assert verdict.same == (0 if why else 6)
+
+
+def test_requests_that_wait_for_a_batch_wait_for_no_other_documents(tmp_path, monkeypatch):
+    for name in ("POLL_SECONDS", "LOOK_SECONDS"):
+        monkeypatch.setattr(provider_passes, name, 0.01)
+    with FakeProvider() as provider:
+        run_job(tmp_path, provider, 3, says_word, config={"provider_batches": True})
+    assert not void(tmp_path)
+    assert len(recorded(tmp_path)) == 3
 
 
 def test_what_depends_on_its_process_is_not_refused(tmp_path, server, monkeypatch, lines):
@@ -398,7 +408,7 @@ def test_times_are_no_difference(tmp_path, server, monkeypatch, lines):
 def test_a_slow_check_decides_nothing(tmp_path, server, monkeypatch, lines):
     async def rollout(document, generate):
         if "SLOW" in os.environ:
-            await asyncio.Event().wait()
+            await asyncio.sleep(600)
         return await generate(chat(document.text))
 
     start(tmp_path, server, rollout, monkeypatch)
@@ -419,7 +429,7 @@ def test_torn_and_newer_records_count_as_missing(tmp_path, server, monkeypatch):
     newer.write_bytes(checksummed_json({**content(newer), "version": 2, "more": 1}))
     (torn.parent / "0123456789abcdef.json.new").write_bytes(b"{")
     verdict = replay.replay_all(runner(tmp_path, server, says_word), tmp_path / "checkpoints")
-    assert len(verdict.same) == len(others) == 3
+    assert verdict.same == len(others) == 3
     go_on(tmp_path, server, says_word)
 
 

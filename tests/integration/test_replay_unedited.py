@@ -38,7 +38,7 @@ def test_ranks_that_write_the_same_record_at_once_do_not_fail(tmp_path):
     def write(rank):
         recorded = RecordedDocuments(tmp_path, rank)
         for _ in range(50):
-            recorded.put([document])
+            recorded.put(document)
 
     in_threads(write, range(8))
     assert [*RecordedDocuments(tmp_path).read()] == [document]

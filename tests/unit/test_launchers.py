@@ -2,15 +2,19 @@
 
 import json
 import os
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import fsspec
 import pytest
 
 import datatrove_ckpt
 from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.common.launchers import LAUNCHERS
+from datatrove_ckpt.errors import CheckpointMismatch, CkptError
 from datatrove_ckpt.process import job_launch
 from tests.processes import write_program
 
@@ -112,6 +116,30 @@ def test_its_tasks_know_where_they_run_and_each_goes_on_with_what_another_has_do
     assert identities[0] == identities[1]
     assert os.environ["DATATROVE_EXECUTOR"] == kind.executor
     assert server.asked == {"Rain falls.": 1}
+
+
+@pytest.mark.parametrize("kind", OURS, indirect=True)
+def test_it_refuses_changed_code_before_it_submits_and_names_doctor(kind, monkeypatch):
+    for name in ("rain", "snow"):
+        row = json.dumps({"text": name, "id": name}).encode()
+        fsspec.filesystem("memory").pipe_file(f"/rows/{name}.jsonl", row)
+    settings = ["--input=memory://rows", "--tasks=2"]
+    code = Path(f"launched_by_{kind.place}.py")
+    text = code.read_text().replace("return", "answer =")
+    code.write_text(f"{text}    assert document.id != 'snow'\n    return answer\n")
+    monkeypatch.delitem(sys.modules, code.stem, raising=False)  # of another test
+    with monkeypatch.context() as task:
+        for name, value in {**kind.in_task, kind.of_task: "17"}.items():
+            task.setenv(name, value)
+        with suppress(CkptError, SystemExit):
+            build(read_config("job.yaml", settings)).run()
+    code.write_text(code.read_text().replace('"user"', '"system"'))
+    del sys.modules[code.stem]
+    monkeypatch.setenv("HF_TOKEN", "any")
+    with pytest.raises(CheckpointMismatch) as refused:  # and not because nothing can be submitted
+        build(read_config("job.yaml", settings)).run()
+    assert code.name in str(refused.value)
+    assert "What that does to documents that are done: datatrove-ckpt doctor" in str(refused.value)
 
 
 @pytest.mark.parametrize("kind", SUBMITTING, indirect=True)

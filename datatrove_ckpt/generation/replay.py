@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -257,8 +258,18 @@ class Replays:
 
     def __post_init__(self) -> None:
         self._spent = 0.0  # seconds
-        names = FileNames(self.step.output_writer, 0, "", self.recorded.folder)
-        self._results = ResultEncoder(self.step, names, None)
+        step = self.step
+        names = FileNames(step.output_writer, 0, "", self.recorded.folder)
+        self._results = ResultEncoder(step, names, None)
+        self._requests = RankContext(
+            step.models,
+            cast(Any, SimpleNamespace(raise_failure=lambda: None)),
+            cast(Any, _Reporter()),
+            Shutdown(),
+            AnswerQuality(step.refusals),
+            cast(Any, None),
+            "",
+        )
 
     # one document --------------------------------------------------------------------------------
 
@@ -270,20 +281,13 @@ class Replays:
             NotReplayable: a rollout acts outside of this process (here, it was refused), or waits
                 for other documents.
         """
-        step = self.step
         watch = ReplayWatch()
         _raise_if_seen(watch)
-        requests = RankContext(
-            step.models,
-            cast(Any, SimpleNamespace(raise_failure=lambda: None)),
-            cast(Any, _Reporter()),
-            Shutdown(),
-            AnswerQuality(step.refusals),
-            cast(Any, None),
-            document.code,
-        )
+        requests = copy(self._requests)
+        requests.code = document.code
+        requests.shutdown = Shutdown()
         slot = ChunkSlot(document.ordinal, Chunk(document.chunk, 0), True)
-        rollouts = step.model.rollouts_per_document
+        rollouts = self.step.model.rollouts_per_document
         answers = ReplayedAnswers(requests, slot, document, rollouts)
         source = SimpleNamespace(
             document=decode(document.read.encode()), finished=None, fingerprint="", id=document.id

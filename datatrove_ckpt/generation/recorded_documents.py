@@ -34,7 +34,7 @@ from datatrove_ckpt.common.redaction import masked, redact, shown_json
 from datatrove_ckpt.errors import CkptError, DocumentNotSerializable
 from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.generation.requests import DocumentAnswers, RankContext
-from datatrove_ckpt.generation.side_effects import ROLLOUTS, EffectWatch
+from datatrove_ckpt.generation.side_effects import EffectWatch
 from datatrove_ckpt.output.document_codec import encode
 from datatrove_ckpt.user_code.description import is_of_user
 
@@ -118,7 +118,7 @@ class Stepped:
         caller = coroutine
         while hasattr(coroutine, "cr_await"):
             innermost = coroutine
-            if coroutine.cr_frame.f_globals["__name__"] not in _WAITS:
+            if coroutine.cr_frame.f_globals.get("__name__") not in _WAITS:
                 caller = coroutine
             coroutine = coroutine.cr_await
         # A call in a thread has a callback that passes its result on.
@@ -140,9 +140,11 @@ class RecordingAnswers(DocumentAnswers):
         slot: ChunkSlot,
         document: RecordedDocument,
         rollouts: int,
+        watch: EffectWatch,
     ) -> None:
         super().__init__(rank, slot, document.id, rollouts)
         self.document = document
+        self._watch = watch
         self.sent: dict[AnswerKey, str] = {}
         self.known = {
             AnswerKey(*key): CachedAnswer(answer.encode(), None)
@@ -150,7 +152,7 @@ class RecordingAnswers(DocumentAnswers):
         }
 
     def observed(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
-        return Stepped(work, ROLLOUTS)
+        return Stepped(work, self._watch)
 
     async def saved(self, key: AnswerKey) -> CachedAnswer | None:
         # Before any await: the rollout may change its payload. Secrets are hidden when it is
@@ -186,7 +188,11 @@ def process_names() -> list[str]:
 
 
 class RecordedDocuments:
-    """The recorded documents of a run, as one rank sees them."""
+    """The recorded documents of a run, as one rank sees them.
+
+    Attributes:
+        waits: sees a rollout that waits for other documents. Other runs of the process may not.
+    """
 
     def __init__(self, root: Path, rank: int = -1, share: float = 1.0) -> None:
         self.folder = root / layout.RECORDED
@@ -194,6 +200,7 @@ class RecordedDocuments:
         self._rank = rank
         self._share = share
         self.is_stopped = bool(self.void)
+        self.waits = EffectWatch()
         self._limit = _ALL  # documents with smaller hashes are recorded
 
     def names(self) -> list[str]:
@@ -250,7 +257,7 @@ class RecordedDocuments:
                         expected = max(rank.observer.expected_documents(), slot.ordinal + 1)
                         candidates = _MARGIN * layout.MAX_RECORDED * self._share
                         self._limit = int(candidates / expected * _ALL)
-                    return RecordingAnswers(rank, slot, document, rollouts)
+                    return RecordingAnswers(rank, slot, document, rollouts, self.waits)
         return DocumentAnswers(rank, slot, source.id, rollouts)
 
     def finish(self, answers: DocumentAnswers, finished: FinishedDocument) -> None:

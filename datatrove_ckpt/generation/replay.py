@@ -28,7 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,8 +103,9 @@ def replays_of(
         recorded.is_stopped = True
     with shared_arguments(step.shared_context, preemption) as shared, rollouts_run():
         yield Replays(step, bind_shared(step.rollout_fn, shared), recorded)
-        if ROLLOUTS.effect and not recorded.is_stopped:
-            recorded.end(f"it was seen to {ROLLOUTS.effect}")
+        effect = recorded.waits.effect or ROLLOUTS.effect
+        if effect and not recorded.is_stopped:
+            recorded.end(f"it was seen to {effect}")
 
 
 def why_not_replayed(step: RunnerSettings) -> str:
@@ -163,9 +164,10 @@ class NotReplayable(Exception):
     """No start may run the rollout again for documents that are done."""
 
 
-def _raise_if_seen(watch: EffectWatch) -> None:
-    if effect := watch.effect or ROLLOUTS.effect:
-        raise NotReplayable(f"it was seen to {effect}")
+def _raise_if_seen(*watches: EffectWatch) -> None:
+    for watch in watches:
+        if watch.effect:
+            raise NotReplayable(f"it was seen to {watch.effect}")
 
 
 class ReplayedAnswers(RecordingAnswers):
@@ -282,13 +284,14 @@ class Replays:
                 for other documents.
         """
         watch = ReplayWatch()
-        _raise_if_seen(watch)
+        watches = (watch, self.recorded.waits, ROLLOUTS)
+        _raise_if_seen(*watches)
         requests = copy(self._requests)
         requests.code = document.code
         requests.shutdown = Shutdown()
         slot = ChunkSlot(document.ordinal, Chunk(document.chunk, 0), True)
         rollouts = self.step.model.rollouts_per_document
-        answers = ReplayedAnswers(requests, slot, document, rollouts)
+        answers = ReplayedAnswers(requests, slot, document, rollouts, watch)
         source = SimpleNamespace(
             document=decode(document.read.encode()), finished=None, fingerprint="", id=document.id
         )
@@ -301,7 +304,7 @@ class Replays:
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await answers.ended.wait()
-            _raise_if_seen(watch)
+            _raise_if_seen(*watches)
             if time.monotonic() > deadline:  # it may have blocked the loop
                 raise TimeoutError("it takes longer than a replay may")
             return _difference(answers, task.result() if task.done() else None)
@@ -389,7 +392,9 @@ class Replays:
             root = self.recorded.folder.parent
             old, new = difference.excerpts
             await in_own_thread(record_change, root, difference.path, old, new)
-        return "its differences are accepted" if verdict.real or verdict.undecided else ""
+        if verdict.undecided:
+            return f"{verdict.undecided}, and accept_changes is set"
+        return "its differences are accepted" if verdict.real else ""
 
     # while documents run -------------------------------------------------------------------------
 
@@ -568,11 +573,13 @@ def _differences_elsewhere(data: bytes) -> bytes:
 
 
 def answer_parent() -> None:
-    with redirect_stdout(sys.stderr):  # of the user's prints
-        step, root = dill.load(sys.stdin.buffer)
-        verdict = replay_all(step, root, _FRESH_SECONDS)
+    answer = os.dup(sys.stdout.fileno())
+    # The user's code, its programs and its last words at exit may print what differs.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    step, root = dill.load(sys.stdin.buffer)
+    verdict = replay_all(step, root, _FRESH_SECONDS)
     if verdict.undecided:
         sys.exit(verdict.undecided)
-    print(
-        json.dumps([[found.document.name, found.path, found.new_words] for found in verdict.real])
-    )
+    differences = [[found.document.name, found.path, found.new_words] for found in verdict.real]
+    with os.fdopen(answer, "w") as stream:
+        json.dump(differences, stream)

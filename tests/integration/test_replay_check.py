@@ -348,6 +348,28 @@ def test_unedited_code_is_not_refused(tmp_path, server, rollout, why):
     assert verdict.same == (0 if why else 6)
 
 
+def test_a_run_is_recorded_after_a_run_whose_documents_wait(tmp_path, server):
+    WAITING.clear()
+    run_job(tmp_path / "waits", server, 2, waits_for_another)
+    run_job(tmp_path / "other", server, 2, says_word)
+    assert recorded(tmp_path / "waits") == []
+    assert len(recorded(tmp_path / "other")) == 2
+
+
+def test_code_without_a_module_may_wait(tmp_path, server):
+    code = """
+async def rollout(document, generate):
+    event = asyncio.Event()
+    asyncio.get_running_loop().call_soon(event.set)
+    await event.wait()
+    return await generate(chat(document.text))
+"""
+    names = {"asyncio": asyncio, "chat": chat}
+    exec(code, names)
+    run_job(tmp_path, server, 2, names["rollout"])
+    assert len(results(tmp_path)) == 2
+
+
 def test_requests_that_wait_for_a_batch_wait_for_no_other_documents(tmp_path, monkeypatch):
     for name in ("POLL_SECONDS", "LOOK_SECONDS"):
         monkeypatch.setattr(provider_passes, name, 0.01)
@@ -370,6 +392,12 @@ async def says_process(document, generate):
     return await generate(chat(f"{hash('a')} {os.environ.get('WORD')} {document.text}"))
 
 
+def prints():
+    """A program that the context starts writes past ``sys.stdout``."""
+    os.write(1, f"process {os.getpid()}\n".encode())
+    return {}
+
+
 @pytest.mark.slow
 def test_a_new_process_tells_what_depends_on_its_process(tmp_path, server, monkeypatch):
     monkeypatch.setenv("WORD", "OLD")
@@ -377,7 +405,7 @@ def test_a_new_process_tells_what_depends_on_its_process(tmp_path, server, monke
     run_job(tmp_path / "pid", server, 3, says_process)
     monkeypatch.setenv("WORD", "NEW")
     for name, rollout in (("word", says_word), ("pid", says_process)):
-        step = runner(tmp_path / name, server, rollout)
+        step = runner(tmp_path / name, server, rollout, shared_context=prints)
         assert replay.repeats_itself(step, tmp_path / name / "checkpoints") is (name == "word")
 
 

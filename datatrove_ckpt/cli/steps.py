@@ -100,6 +100,11 @@ class Step(StepFolder):
     def is_run(self) -> bool:
         return bool(self.settings)
 
+    @property
+    def has_input(self) -> bool:
+        """Whether its input is there: files, or the rows of its query."""
+        return self.query is None or self.given is not None
+
     def unfinished(self) -> str:
         """Returns why the steps after this one may not begin; "" if they may."""
         if self.rows is not None:
@@ -356,13 +361,15 @@ def runs(
             for step in steps:
                 if step.is_run:  # a mistake in its settings, or a change, costs nothing
                     plan = RunPlan(step.executor()[1])
-                    if step.has_begun and (step.query is None or step.given):
+                    if step.has_begun and step.has_input:
                         with _naming(step):
-                            earlier_runs.check_job(plan, dry_run=True)
-                            earlier_runs.check_inputs_unchanged(plan)
+                            _compare(plan)
         for step in steps:  # steps that have run send no request
             with queries.locked(root / _LOCK), _naming(step):
+                had_input = step.has_input
                 step.prepare()
+                if step.has_begun and not had_input:  # lost, and made anew
+                    _compare(RunPlan(step.executor()[1]))
             kept = step.rows
             if kept is not None:
                 logger.info(f"{step.label}: {plural(kept.rows, 'row')} in {kept.folder}")
@@ -372,6 +379,11 @@ def runs(
             if reason:
                 raise TooManyDeadLetters(f"{step.label}: {reason}")
         files.disk.remove(root / _REDO)
+
+
+def _compare(plan: RunPlan) -> None:
+    earlier_runs.check_job(plan, dry_run=True)
+    earlier_runs.check_inputs_unchanged(plan)
 
 
 @contextmanager
@@ -397,7 +409,7 @@ def examine_steps(short: Node, source: str) -> Iterator[Finding]:
     for step in read_steps(short, source):
         if step.is_run:
             _, executor = step.executor()
-            if step.query is None or step.given is not None:
+            if step.has_input:
                 for finding in preflight.doctor(executor):
                     yield replace(finding, subject=f"{step.name}: {finding.subject}")
         if all(source.has_known_columns() for source in step.sources):

@@ -283,6 +283,16 @@ def test_a_worker_is_refused_for_a_change_with_exit_code_2(finished, command):
     assert len(finished.payloads) == before
 
 
+def test_a_lost_input_of_a_finished_step_is_compared_once_it_is_made_anew(finished, command):
+    """By workers, too, whose own checks skip what is finished."""
+    shutil.rmtree("qa/answers")
+    shutil.rmtree("qa/judged/input")
+    write_rows("docs.jsonl", [{**row, "text": f"{row['text']}0"} for row in ROWS])
+    error = command("run", "job.yaml", "--worker", code=2).error
+    assert "is not what task 0 read" in error
+    assert "first step that has changed: job.yaml: steps.judged" in error
+
+
 def test_a_changed_query_is_computed_anew_and_refuses_what_began_with_other_rows(finished, command):
     steps = changed("topics", input={"sql": "select topic as id, 'x' as text from best group by 1"})
     write(finished, changed("best", steps, sql=f"{STEPS['best']['sql']} and id <> 'id 01'"))

@@ -110,8 +110,7 @@ class JsonlReader(TextFilesReader, datatrove_jsonl.JsonlReader):  # type: ignore
             if line.startswith(codecs.BOM_UTF8):  # of the file, or of an appended file
                 return self.parse_row(line.removeprefix(codecs.BOM_UTF8), name)
             refuse_pointer(line, name)
-            # Else each line of an array except the last would be damaged.
-            if line.strip() == b"[" or line.lstrip().startswith(b"[{"):
+            if _opens_array(line.strip()):  # else each line except the last would be damaged
                 refuse_array(self, name)
             problem = str(error)
             if line.strip() == b"{":
@@ -119,9 +118,9 @@ class JsonlReader(TextFilesReader, datatrove_jsonl.JsonlReader):  # type: ignore
             elif "UTF-8" in problem:
                 problem += f". Set encoding: {likely_encoding(line)}, or the encoding that it has"
             return BadRow(problem, line[:60].decode(errors="replace").rstrip())
-        if isinstance(data, list) and any(isinstance(element, dict) for element in data):
-            refuse_array(self, name)  # else a whole file would be one damaged line
         if not isinstance(data, dict):
+            if _holds_objects(data):  # else a whole file would be one damaged line
+                refuse_array(self, name)
             return BadRow(f"{type(data).__name__}, not an object")
         try:
             if isinstance(data.get("media"), list):
@@ -148,6 +147,20 @@ def _decode_media(media: Any) -> None:
                 entry["media_bytes"] = base64.decodebytes(entry["media_bytes"].encode("ascii"))
             except ValueError as error:
                 raise DocumentNotSerializable(f"media_bytes is no base64: {error}") from None
+
+
+def _holds_objects(data: object) -> bool:
+    return isinstance(data, list) and any(isinstance(element, dict) for element in data)
+
+
+def _opens_array(line: bytes) -> bool:
+    """Whether a line begins an array. The rest of a torn line does not: it may be skipped."""
+    if not line.startswith(b"["):
+        return False
+    try:
+        return line == b"[" or _holds_objects(orjson.loads(line.removesuffix(b",") + b"]"))
+    except orjson.JSONDecodeError:
+        return False
 
 
 def _read_exactly(file: IO[bytes], count: int, name: str) -> bytes:

@@ -121,6 +121,15 @@ def test_a_byte_order_mark_costs_no_document_and_moves_no_position(tmp_path, suf
         assert texts(resumed) == found[done:]
 
 
+def test_an_array_is_known_by_its_first_line_and_the_rest_of_a_torn_line_is_not_one(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'[ {"text": "a"},\n  {"text": "b"},\n  {"text": "c"}\n]')
+    with pytest.raises(InputError, match="holds a JSON array"):
+        list(JsonlReader(str(tmp_path), max_skipped=None).run())
+    path.write_bytes(b'{"text": "a"}\n[{"role": "user", "cont\n{"text": "b"}\n')
+    assert len(list(JsonlReader(str(tmp_path), max_skipped=1).run())) == 2
+
+
 def test_an_array_beside_good_files_is_an_error_and_a_list_without_objects_a_damaged_line(
     tmp_path,
 ):

@@ -68,9 +68,7 @@ _MAX_KINDS = 64
 
 
 class OutageStatus(NamedTuple):
-    """An outage: the seconds without an answer, and the seconds after which the rank stops because
-    of it. Both are 0 if no request has failed.
-    """
+    """Seconds without an answer, and seconds after which the rank stops. Both are 0 if none is."""
 
     seconds: float = 0.0
     patience: float = 0.0
@@ -91,11 +89,9 @@ class OutageStatus(NamedTuple):
 
 
 class WaitStatus(NamedTuple):
-    """The requests and the document that a rank waits for.
-
-    ``quiet``: seconds since the last answer, or since the first server was ready. ``oldest``:
-    seconds since the oldest request in flight was sent, and ``document`` the id of its document.
-    ``all_started``: no document is left to be started.
+    """What a rank waits for. ``quiet``: seconds since the last answer, or since the first server
+    was ready. ``oldest``: seconds since the oldest request in flight was sent, and ``document`` the
+    id of its document. ``all_started``: no document is left to be started.
     """
 
     quiet: float = 0.0
@@ -136,13 +132,13 @@ class _HistoryRecord:
 
     @classmethod
     def read(cls, data: Json) -> Self:
-        """Raises KeyError, TypeError or ValueError if the JSON object is no such record."""
+        """Raises KeyError, TypeError or ValueError for another record."""
         return cls(**{name: data[name] for name in cls.__slots__ if name in data})
 
 
 @dataclass(slots=True, kw_only=True)
 class AttemptStart(_HistoryRecord):
-    """The start of an attempt, which has locked the rank and opened its checkpoint."""
+    """An attempt has locked the rank and opened its checkpoint."""
 
     KIND = "start"
     host: str
@@ -153,8 +149,6 @@ class AttemptStart(_HistoryRecord):
 
 @dataclass(slots=True, kw_only=True)
 class ServerEvent(_HistoryRecord):
-    """Something happened to a server."""
-
     KIND = "server"
     what: ServerWhat
     name: str = ""
@@ -248,7 +242,7 @@ class ProgressRecord(_HistoryRecord):
 
 
 _KEYS = {display.key: name for name, display in WorkCounts.displays().items() if display.key}
-_NONE = Counter[str]()  # shared: ten thousand ranks have few calls
+_NONE = Counter[str]()  # shared by ten thousand ranks
 
 
 def _labelled(work: WorkCounts, prefix: str) -> Json:
@@ -305,7 +299,7 @@ HISTOGRAMS = {"ms": "milliseconds", "pt": "prompt_tokens", "ct": "completion_tok
 
 @dataclass(slots=True, kw_only=True)
 class AttemptEnd(_HistoryRecord):
-    """The end of an attempt. Killed attempts have no such line.
+    """Killed attempts have no such line.
 
     Attributes:
         what: "" if done; the cause of a stop, such as "SIGTERM"; or the error, without secrets.
@@ -390,7 +384,7 @@ class HistoryLog:
         self._is_torn = False
 
     def append(self, records: Iterable[Record]) -> None:
-        """Appends the records with one write. Sets their attempt."""
+        """One write. Sets the records' attempt."""
         lines = [b"\n"] if self._is_torn else []
         for record in records:
             record.attempt = self._attempt
@@ -404,7 +398,7 @@ def downsampled(lines: Sequence[bytes], max_bytes: int) -> list[bytes]:
     selected = list(lines)
     while sum(map(len, selected)) > max_bytes:
         fewer = _sampled(selected, 2)
-        if len(fewer) == len(selected):  # the events alone are too many
+        if len(fewer) == len(selected):  # too many events
             fewer = selected[(len(selected) + 1) // 2 :]
         selected = fewer
     return selected
@@ -431,7 +425,7 @@ RATE_SECONDS = 300.0
 
 @dataclass(slots=True)
 class AttemptSummary:
-    """An attempt, from the start of a rank to its end.
+    """An attempt.
 
     Attributes:
         ended: time of its end line; None: it still runs, or was killed.

@@ -130,11 +130,7 @@ def rank_numbers(root: Path) -> list[int]:
 
 
 class RankAddress(NamedTuple):
-    """Names a rank's folder below ``checkpoints_local_dir``, a copy or a mirror.
-
-    Attributes:
-        retry: folder of a retry of dead letters, such as "retry-00001"; "" for the rank itself.
-    """
+    """Names a rank's folder. ``retry``: folder of a retry, such as "retry-00001"; else ""."""
 
     retry: str
     rank: int
@@ -232,9 +228,7 @@ class RankListing:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the rank is complete: run.json exists, and lock, request cache and journals are
-        removed.
-        """
+        """A complete rank has run.json, and neither lock, request cache nor journals."""
         return RUN in self.entries and not {LOCK, CACHE} & self.entries.keys() and not self.journals
 
     def path(self, name: str) -> str:
@@ -273,7 +267,7 @@ def sample_folders(root: Path) -> list[Path]:
 
 
 def _numbered_folders(root: Path, prefix: str) -> list[Path]:
-    # Each rank of a run calls this, so it must check thousands of names in a millisecond.
+    # Each rank calls this, so thousands of names may take a millisecond.
     with suppress(FileNotFoundError, NotADirectoryError):
         names = os.listdir(root)  # noqa: PTH208 (speed)
         numbered = (name for name in names if name.startswith(prefix))

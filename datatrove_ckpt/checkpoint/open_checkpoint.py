@@ -1,13 +1,12 @@
 """OpenCheckpoint is the event loop's side of a rank's checkpoint, RankFiles the storage thread's.
 
-OpenCheckpoint's methods are synchronous and return immediately. The storage thread makes all writes
-to journals, request cache and commit log in order, so no lock guards these files, and commits. It
-writes its whole queue as one group: one SQLite transaction and one write per journal. A completed
-write survives kill -9. Syncs run at most every ``sync_seconds``; a commit also syncs its files.
+The storage thread makes all writes to journals, request cache and commit log in order, so no lock
+guards these files, and commits. It writes its whole queue as one group: one SQLite transaction and
+one write per journal. A completed write survives kill -9. Syncs run at most every
+``sync_seconds``; a commit also syncs its files.
 
 The publisher thread turns complete journals into output files (steps 2 and 3 of a
-commit); it is a separate thread, because publishing may take minutes (gzip, uploads). The event
-loop polls the state.
+commit); publishing may take minutes (gzip, uploads).
 """
 
 from __future__ import annotations
@@ -87,7 +86,6 @@ class DiskSpace:
         self._is_low = False
 
     def holds_up(self, waiting: int) -> bool:
-        """Whether no document should be started. Logs when that begins."""
         now = time.monotonic()
         if waiting <= MAX_PUBLISHING:
             self._is_low = False
@@ -113,27 +111,22 @@ def free_bytes(folder: Path) -> int:
 
 
 def reserve_bytes(folder: Path) -> int:
-    """Returns the reserve: a disk with less free space is nearly full.
-
-    The reserve is a twentieth of the disk, and at most 10 GiB. It is at least 64 MiB, because
-    SQLite's log and other files need space on a small disk too; and at most half of the disk.
+    """Returns the free space below which a disk is nearly full: a twentieth, and at most 10 GiB. It
+    is at least 64 MiB, for SQLite's log, and at most half of the disk.
     """
     status = os.statvfs(folder)
     disk = status.f_blocks * status.f_frsize
     return min(max(64 * 2**20, min(10 * 2**30, disk // 20)), disk // 2)
 
 
-# A snapshot copies nothing but new rows of the request cache. A file of a checkpoint only grows
-# until it is removed, so its size at the instant marks the bytes that belong to the snapshot, to be
-# read later.
+# A snapshot copies only new rows of the request cache: files only grow until they are removed, so a
+# size marks the bytes that belong to the snapshot.
 
 
 @dataclass(slots=True)
 class Snapshot:
-    """The state of the checkpoint at one instant of the storage thread, for a copy of it.
-
-    Attributes:
-        sizes: bytes of each other file that belong to the snapshot, by file name.
+    """The state of the checkpoint at one instant of the storage thread. ``sizes``:
+    bytes by file.
     """
 
     run: bytes
@@ -144,7 +137,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """Describes the files in a rank's folder. No other thread or process may write to them."""
+        """Describes a rank's folder, to which no other thread or process may write."""
         paths = [path for path in folder.iterdir() if layout.is_mirrored(path.name)]
         sizes = {path.name: size for path in paths if (size := path.stat().st_size)}
         return cls((folder / layout.RUN).read_bytes(), sizes)
@@ -167,8 +160,8 @@ class RankFiles:
     """The open files of one rank: journals, request cache, commit log and dead letters.
 
     Methods belong to the storage thread; before its start and after its end, to the thread that
-    opens and closes the checkpoint. Other threads may read ``counts``, ``committed`` and
-    ``last_old``. Methods that write raise ``Fenced`` if another process has taken the rank over.
+    opens and closes the checkpoint. Others may read ``counts``, ``committed`` and ``last_old``.
+    Methods that write raise ``Fenced`` if another process has taken the rank over.
     """
 
     folder: Path
@@ -245,7 +238,7 @@ class RankFiles:
                 self._count()
 
     def _count(self) -> None:
-        """Counts finished documents. In one call, many cost a fifth of what each costs alone."""
+        """Counts finished documents: many at once cost a fifth of what each costs alone."""
         for journal in self._dirty.values():
             self.finished += journal.count()
 
@@ -261,11 +254,11 @@ class RankFiles:
             self.point.last_cached = max(self.point.last_cached, row.ordinal)
 
     def paid(self, written: int = 0) -> RunTotals:
-        """Returns the cost of all attempts until now. Any thread may call this."""
+        """Returns the cost of all attempts. Any thread may call this."""
         return RunTotals.of(self._history.earlier.total, written) + RunTotals.of(self.own)
 
     def take_answers(self, slot: ChunkSlot) -> dict[AnswerKey, CachedAnswer]:
-        """Returns a document's cached answers. Answers of an old run become answers of this run."""
+        """Answers of an old run become answers of this run."""
         answers = self.cache.answers(slot.ordinal)
         if self.old is None:
             return answers
@@ -377,8 +370,7 @@ class RankFiles:
         self._history.append(records)
 
     def fill_in(self, progress: ProgressRecord, is_done: bool = False) -> None:
-        """Sets the fields that come from the rank's files. If another thread calls this, they may
-        be from slightly different moments.
+        """Sets the rank's fields. In another thread they may be from different moments.
 
         An attempt that has read nothing yet has its predecessor's position.
         """
@@ -420,10 +412,8 @@ _Queued = tuple[int, Chunk | None, _Item] | Callable[[], object] | None
 
 
 class StorageThread:
-    """Writes items and runs functions, in order, in its own thread.
-
-    Args:
-        rank_files: files that only this thread uses until ``stop`` returns.
+    """Writes items and runs functions in its own thread, which alone uses the files until its
+    end.
     """
 
     def __init__(self, rank_files: RankFiles) -> None:
@@ -468,7 +458,7 @@ class StorageThread:
         def answer() -> None:
             try:
                 future.set_result(function(*arguments))
-            except BaseException as error:  # for the caller, not for this thread
+            except BaseException as error:  # for the caller
                 future.set_exception(error)
 
         self._queue.put(answer)
@@ -550,12 +540,7 @@ class Mirror(Protocol):
         """
 
     def save(self, stopping: threading.Event) -> None:
-        """Returns once the mirror has the current state of the checkpoint.
-
-        Raises:
-            StorageFailed: the checkpoint cannot be uploaded.
-            PublicationStopped: the rank ends.
-        """
+        """Returns once the mirror has the current state. Raises as ``check`` does."""
 
     def stop(self, completed: bool) -> None:
         """Stops copying, within a bounded time. Called after the last write, before files are
@@ -565,11 +550,7 @@ class Mirror(Protocol):
 
 @dataclass(eq=False)
 class RankLease:
-    """Proof that this process owns a rank. ``LockedRank.take`` makes it; ``OpenCheckpoint.close``
-    releases the rank.
-
-    Methods may be called in any thread.
-    """
+    """Proof that this process owns a rank. Methods may be called in any thread."""
 
     lock: Lock
     files: RankFiles
@@ -607,8 +588,6 @@ class RankLease:
 
 
 class Output(Protocol):
-    """Turns the chunks of a rank into output files (``ChunkOutput`` does it)."""
-
     placement: Placement
 
     def write_chunk(
@@ -624,12 +603,7 @@ class Output(Protocol):
 
 @dataclass(eq=False)
 class Publisher:
-    """Publishes submitted chunks, in order, in its own thread.
-
-    Args:
-        on_failure: called with an error that ends all publication, in this thread or in a thread of
-            ``placement``.
-    """
+    """Publishes submitted chunks, in order. ``on_failure`` may be called in any thread."""
 
     output: Output
     lease: RankLease
@@ -649,11 +623,10 @@ class Publisher:
         self._queue.put(self.output.placement.flush)
 
     def stop(self) -> None:
-        """Ends the thread. The next attempt publishes the chunks that are not published yet."""
+        """Ends the thread. The next attempt publishes the other chunks."""
         self.lease.stopping.set()
         self._queue.put(None)
-        # A publication that keeps running is harmless: it ends with this process, or is not
-        # committed.
+        # A publication that keeps running ends with this process, or is not committed.
         self.shutdown.join(self._ended, running=None, draining=1.0)
 
     # publisher thread ----------------------------------------------------------------------------
@@ -746,7 +719,7 @@ class OpenCheckpoint:
         self.error: BaseException | None = None
         """The error of the publisher's or the mirror's thread; after ``close``, of any thread."""
         self.folder = folder = settings.folder
-        self._files = rank_files  # used in the storage thread only, except its two counters
+        self._files = rank_files  # for the storage thread, except two counters
         self._chunks = ChunkTracker(folder, settings.records_per_chunk, point, self._publish)
         self._storage = StorageThread(rank_files)
         self._output = output
@@ -782,7 +755,7 @@ class OpenCheckpoint:
         self.note(*last)
         self._storage.stop()
         if self._storage.error is not None:
-            # Also on a full disk the history often has room, at least for the cause.
+            # A full disk often has room for the cause.
             for records in (last, last[-1:]):
                 with suppress(CkptError, OSError):
                     self._files.note(records)
@@ -796,7 +769,7 @@ class OpenCheckpoint:
         finally:
             self.lease.lock.release(remove=completed)
         if completed:
-            files.disk.sync_dir(self.folder)  # so that the removals survive power loss
+            files.disk.sync_dir(self.folder)  # the removals survive power loss
 
     def run_has_answers(self) -> bool:
         """Whether an earlier attempt of this task, or any task on this disk, had answers."""
@@ -842,21 +815,20 @@ class OpenCheckpoint:
         self._storage.put(request, len(request.body))
 
     def finish(self, slot: ChunkSlot, finished: FinishedDocument) -> None:
-        """Submits a finished document. It is done once its line is in the journal."""
+        """Submits a document, which is done once its line is in the journal."""
         self._storage.put(finished, len(finished.document), slot.chunk)
         self._in_work -= 1
         self._written += finished.outcome == "written"
         self._chunks.document_finished(slot.chunk)
 
     def end_of_input(self, shard: Json | None = None) -> None:
-        """Closes the last chunk, however short it is.
+        """Closes the last chunk.
 
         Raises:
             CheckpointMismatch: earlier attempts read more documents than there are now.
         """
         self._chunks.end_of_input()
         shard_fields = {**(shard or {}), "documents": self._chunks.documents}
-        # This is done before ``close`` returns.
         self._storage.call(self._files.write_shard, shard_fields)
         self._storage.call(self._publisher.finish)
 
@@ -891,7 +863,7 @@ class OpenCheckpoint:
 
     @property
     def congested(self) -> bool:
-        """Whether the disk is behind, so that callers must wait until this is False."""
+        """Whether callers must wait for the disk."""
         storage = self._storage
         return storage.submitted_bytes - storage.written_bytes > MAX_BACKLOG_BYTES
 
@@ -920,16 +892,14 @@ class OpenCheckpoint:
         self.error = error
 
     def change(self, change: Callable[..., T], *arguments: object) -> T:
-        """Calls ``change`` with the files of the rank, such as its batches. Waits for the storage
-        thread.
-        """
+        """Calls ``change`` with the files of the rank. Waits for the storage thread."""
         return self._storage.ask(change, self._files, *arguments)
 
     def flush(self) -> None:
         self._storage.ask(self._files.sync)
 
     def note(self, *records: Record) -> None:
-        """Submits records for the history. Without effect once the storage thread has failed."""
+        """Has no effect once the storage thread has failed."""
         now = unix_seconds()
         for record in records:
             record.at = now
@@ -943,9 +913,7 @@ class OpenCheckpoint:
         self._files.fill_in(progress)
 
     def snapshot(self, since: int) -> Snapshot:
-        """Describes the checkpoint now, with the answers put after number ``since``. Waits for the
-        storage thread.
-        """
+        """Includes the answers put after number ``since``. Waits for the storage thread."""
         return self._storage.ask(self._files.snapshot, since)
 
 
@@ -954,7 +922,7 @@ class OpenCheckpoint:
 
 @dataclass
 class CheckpointManager:
-    """The unopened checkpoint of one rank, with its settings (see ``InferenceRunner``).
+    """The unopened checkpoint of one rank.
 
     Args:
         placed_later: output is in place long after it is written, so only free disk space limits
@@ -1025,15 +993,13 @@ class LockedRank:
         check_moved: Callable[[], None],
         old: RequestCache | None = None,
     ) -> RankLease:
-        """Takes the rank: identity of the job, fence, recovery."""
         settings = self.settings
         folder = settings.folder
         with ExitStack() as undo:
             if old is not None:
                 undo.callback(old.close)
             with ExitStack() as job:
-                # A retry of dead letters is no job: ranks retry when they like, with their own
-                # settings.
+                # Ranks retry dead letters when they like, with their own settings.
                 if not layout.RankAddress.of(folder).retry:
                     joined = join_job(
                         settings.root,

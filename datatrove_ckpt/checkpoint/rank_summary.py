@@ -2,7 +2,7 @@
 
 docs/internals/invariants.md explains the order of reading.
 
-There may be ten thousand ranks: ledgers are small without commits, and are dropped after use.
+There may be ten thousand ranks, so summaries are dropped after use.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ OTHERS = "others"
 
 
 class Include(Flag):
-    """The data to read besides the sums over commits and the owner of the rank.
+    """The data to read besides the sums over commits and the owner.
 
     SETTINGS    all of run.json, with hashes in the place of secrets
     HISTORY     the attempts and the last minutes
@@ -156,7 +156,7 @@ class RankSummary:
             unfinished_chunks=len(self.open_chunks),
             exact=self.journals is not None or self.has_said_its_end,
             lost_in_flight=sum(attempt.in_flight or 0 for attempt in killed),
-            number_of_attempts=len(attempts) or self.owners,  # without a history
+            number_of_attempts=len(attempts) or self.owners,
             killed=len(killed),
             uncertain=sum(
                 not attempt.has_sums or attempt.cut_off > 0
@@ -226,7 +226,7 @@ _GIVE = "Give the run_folder, or that of checkpoints_local_dir."
 
 
 def find_ranks(checkpoints: Path) -> list[Path]:
-    """Returns the folder of each rank, retries last.
+    """Returns the ranks' folders, retries last.
 
     Raises:
         ConfigError: there is no rank.
@@ -249,7 +249,7 @@ def read_ranks(checkpoints: Path, want: Include) -> Iterator[RankSummary]:
 
 @dataclass(slots=True)
 class JobTotals:
-    """Sums over the ranks of a job and, after them, their retries: each document counts once.
+    """Sums over ranks and then retries: each document counts once.
 
     Attributes:
         known: ranks with documents. If a rank cannot be read, its retry counts as if it had read
@@ -290,7 +290,7 @@ class JobTotals:
 
 
 def read_rank(folder: Path, want: Include, max_bytes: int | None = None) -> RankSummary:
-    """Reads one rank. Damage is an attribute of the summary, and no error.
+    """Reads one rank. Damage is an attribute, and no error.
 
     Args:
         max_bytes: limit for the journals, and for the dead letters. If the journals are larger,
@@ -299,7 +299,7 @@ def read_rank(folder: Path, want: Include, max_bytes: int | None = None) -> Rank
     rank = RankSummary(folder)
     try:
         _read(rank, want, max_bytes)
-    except CheckpointError as error:  # what was read before the error is unreliable
+    except CheckpointError as error:  # the data read before is unreliable
         return RankSummary(folder, rank.run, rank.holder, damage=error)
     return rank
 
@@ -424,9 +424,7 @@ _START_OVER = f"{RESTORE}start this task over: remove its folder and its output.
 
 @dataclass(frozen=True)
 class ExpectedCommits:
-    """The numbers of a rank's commits by its other files, which are read before the commits,
-    because a run adds some meanwhile.
-    """
+    """The numbers of commits by other files, which are read first, because a run adds commits."""
 
     folder: Path
     known: int = 0
@@ -435,7 +433,7 @@ class ExpectedCommits:
 
     @classmethod
     def read(cls, folder: Path, finished: bool, run: Json) -> ExpectedCommits:
-        """Reads the numbers from the rank's other files.
+        """Reads the other files.
 
         Raises:
             CheckpointCorrupt: ``shard.json`` of a finished rank is missing or cannot be read.
@@ -482,7 +480,7 @@ class ExpectedCommits:
 
 
 def scan_complete_commits(folder: Path, finished: bool, run: Json) -> tuple[dict[int, Commit], int]:
-    """Returns the commits of a rank that resumes, as ``scan_commits`` does. Changes nothing."""
+    """Does ``scan_commits`` for a rank that resumes. Changes nothing."""
     expected = ExpectedCommits.read(folder, finished, run)
     commits, end = scan_commits(folder / layout.COMMITS)
     expected.check(commits)

@@ -67,7 +67,7 @@ class AnswerKey(NamedTuple):
 
 
 class CachedAnswer(NamedTuple):
-    """JSON of a result, or the text of a permanent error. Exactly one is set."""
+    """Exactly one of a result's JSON and a permanent error's text is set."""
 
     result: bytes | None
     error_message: str | None
@@ -188,7 +188,7 @@ class RequestCache:
     ) -> None:
         has_no_name = not self.path.parent.exists()  # see ``old_answers``
         code = getattr(error.__cause__, "sqlite_errorcode", 0)
-        # The lowest byte is the kind of the error; the others are details.
+        # The lowest byte is the kind of the error.
         is_damage = isinstance(error.__cause__, NotARequestCache) or code & 0xFF in (
             sqlite3.SQLITE_CORRUPT,
             sqlite3.SQLITE_NOTADB,
@@ -227,9 +227,7 @@ class RequestCache:
         return self._attempt(action, list)
 
     def _write(self, change: Callable[[], object], anew: bool = False) -> None:
-        """Makes the change in one transaction; with ``anew``, also in a database that replaces a
-        damaged one.
-        """
+        """``anew``: a database that replaces a damaged one is also changed."""
 
         def action() -> None:
             with explained("write to", self.path):
@@ -307,9 +305,7 @@ class RequestCache:
         return {index for (index,) in rows if isinstance(index, int)}
 
     def answers(self, ordinal: int) -> dict[AnswerKey, CachedAnswer]:
-        """Returns every intact answer of a document, and pieces of answers; warns of damaged
-        rows.
-        """
+        """Returns intact answers, and pieces of answers; warns of damaged rows."""
         rows = self._read(f"SELECT {_COLUMNS} FROM request_cache WHERE ordinal = ?", (ordinal,))
         requests = [_request(row) for row in rows if _is_intact(row)]
         if damaged := len(rows) - len(requests):
@@ -398,7 +394,7 @@ _OBJECTS = {
 
 
 class NotARequestCache(sqlite3.DatabaseError):
-    """The file is not a request cache, but may be another database."""
+    """The file may be another database."""
 
 
 def _connect(path: Path) -> sqlite3.Connection:

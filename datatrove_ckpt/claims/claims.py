@@ -82,7 +82,7 @@ class Claim(NamedTuple):
 
 
 class ClaimsSnapshot(NamedTuple):
-    """All claims of a store, the owners that are alive, and the owners with an old heartbeat."""
+    """All claims, the live owners, and the owners with an old heartbeat."""
 
     claims: list[Claim]
     alive: set[str]
@@ -114,7 +114,7 @@ class DiskClaims:
     """Stores claims and heartbeats as files.
 
     Args:
-        owner: name of this process; empty: the process only reads.
+        owner: name of this process; empty: a reader.
 
     Attributes:
         heartbeat_seconds: interval of heartbeats. An owner without a heartbeat for five times as
@@ -144,9 +144,7 @@ class DiskClaims:
         return ClaimsSnapshot(claims, alive, {path.name for path in workers} - alive)
 
     def put(self, claim: Claim, record: JsonObject) -> bool:
-        """Writes a claim. Returns False if another process was first to write a claim with this
-        number.
-        """
+        """Returns False if another process has written a claim with this number."""
         new = self._folder / f"{self._owner}.new"
         files.disk.write_new(new, [orjson.dumps([claim.owner, record])])
         path = self._path(claim)
@@ -360,10 +358,7 @@ class Claimant(NamedTuple):
 
 
 class FreeRanks(NamedTuple):
-    """The ranks that a process may take.
-
-    If they are orphaned (claimed by dead processes), each is run alone.
-    """
+    """The ranks to take. Orphaned ranks (claimed by dead processes) run alone."""
 
     ranks: list[int]
     are_orphaned: bool
@@ -414,9 +409,7 @@ class Claims:
             return self._free(self._store.snapshot())
 
     def next(self) -> int | None:
-        """Takes a rank. Returns None if no rank is free, the store cannot be read, or too little
-        time remains.
-        """
+        """Returns None if no rank is free, the store cannot be read, or too little time remains."""
         if not self.has_time:
             return None
         with self._guard, _log_errors():
@@ -447,15 +440,13 @@ class Claims:
             self._free_rank(rank, self._held[rank][1])
 
     def lost(self, rank: int) -> None:
-        """Frees a rank that another process has locked. It is tried again later."""
+        """Frees a rank that another process has locked."""
         with self._guard:
             self.locked[rank] = time.monotonic() + _LOCKED_SECONDS
             self.release(rank)
 
     def failed(self, rank: int, reason: str, for_good: bool) -> None:
-        """Counts a failure. The rank is given up if it would fail again (``for_good``), or has
-        failed too often.
-        """
+        """Gives a rank up if it would fail again (``for_good``), or has failed too often."""
         with self._guard:
             max_attempts = 1 if for_good else self._max_attempts
             self._free_rank(rank, self._ended(rank, self._held[rank][1], reason, max_attempts))
@@ -558,7 +549,7 @@ class Claims:
     ) -> AttemptRecord:
         try:
             progress = self._progress_of(rank)
-        except Exception as error:  # a store's library may raise any error
+        except Exception as error:  # a store may raise any error
             logger.warning(
                 f"The progress of task {rank} cannot be read: {error}. It counts as an attempt "
                 "without progress."

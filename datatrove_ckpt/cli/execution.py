@@ -199,7 +199,7 @@ def _explained(error: OSError, plan: RunPlan) -> Exception | None:
 def _execute(
     executor: PipelineExecutor, plan: RunPlan, config: Node, arguments: argparse.Namespace
 ) -> int:
-    """Returns how many dead letters are left; 0 if that is unknown."""
+    """Returns the dead letters that are left; 0: unknown."""
     # Pickled with the executor into pool workers and cluster jobs.
     executor._quiet = task_errors.QuietErrors(said_later=True)
     if arguments.worker:

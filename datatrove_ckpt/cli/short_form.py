@@ -360,7 +360,7 @@ def _executor(job: ShortJob, executor: Node, configs: dict[str, Node]) -> Node:
 
 
 def _text(name: str, value: object, inspect_only: bool) -> object:
-    """Returns the value of a setting; for a prompt or schema ``@FILE``, the content of the file."""
+    """Replaces a prompt or schema ``@FILE`` by the content of the file."""
     if value == "" and name in NAMES:
         raise ConfigError(f"{name}: is empty. Leave it out, or write null for no value.")
     is_schema = name == "json_schema"

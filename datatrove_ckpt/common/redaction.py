@@ -157,7 +157,7 @@ def holds_credentials(url: str) -> bool:
 
 
 def secrets_among(name: str, value: object) -> Iterator[object]:
-    """Yields the secrets in plain values; of long texts, only from the start."""
+    """Searches only the start of long texts."""
     # A failed request must not cost more with a long prompt.
     if is_secret(name, value[:300] if isinstance(value, str) else value):
         yield value
@@ -234,9 +234,7 @@ def _slow_hash(name: str, digest: str) -> str:
 
 
 class Veil:
-    """Hides the secrets of a user's value: datatrove writes a step's attributes to
-    ``executor.json``.
-    """
+    """Hides secrets: datatrove writes a step's attributes to ``executor.json``."""
 
     __slots__ = ("name", "value")
 
@@ -252,10 +250,7 @@ class Veil:
 
 
 class Veiled:
-    """An attribute whose value is kept in a ``Veil``.
-
-    A pickled object may hold the value itself.
-    """
+    """Keeps an attribute's value in a ``Veil``. Pickled objects may hold the value."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name

@@ -31,7 +31,7 @@ _PERMANENT_ERRORS = (
     TypeError,
     AttributeError,
 )
-_LINK = re.compile(r"For more information check: https://\S+")  # httpx's, about the status
+_LINK = re.compile(r"For more information check: https://\S+")
 _QUERY = re.compile(r"(https?://[^\s'\"?]+)\?[^\s'\"]+")
 _LOG_IN = "log in (hf auth login, or export HF_TOKEN)"
 _HUB_URL = re.compile(
@@ -89,7 +89,7 @@ def failure_line(error: BaseException) -> str:
 
 
 def hub_refusal(error: BaseException) -> str | None:
-    """Returns a line with advice if the hub refuses until a person acts (token, rights, name)."""
+    """Returns advice if the hub refuses until a person acts (token, rights, name)."""
     for cause in causes(error):
         response = getattr(cause, "response", None)
         if not type(cause).__module__.startswith("huggingface_hub") or response is None:
@@ -138,9 +138,8 @@ def naming_hub() -> Iterator[None]:
 
 
 def library_line(error: BaseException) -> str:
-    """Returns class and message of a library's error in one line, without links and signatures.
-
-    Adds the cause of huggingface_hub's upload error, which only names the file.
+    """Returns class and message in one line, without links and signatures. An upload error of
+    huggingface_hub only names the file, so its cause is added.
     """
     raised = error
     if isinstance(error, FileSystemFailed) and error.__cause__:
@@ -209,7 +208,7 @@ WAIT_FIELDS = (
         for part in ("limit", "remaining", "reset")
     ),
 )
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|[smhd]|$)")  # parts of "6m0s", "120ms" or "1"
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|[smhd]|$)")  # "6m0s", "120ms" or "1"
 _SECONDS = {"ms": 0.001, "s": 1, "": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -312,7 +311,7 @@ class RetryPolicy:
         retried: the HTTP statuses that another attempt may change.
         limited: statuses that mean "not now". Their waits count against ``limited_patience``, not
             against ``patience``.
-        patience: how many seconds calls may fail in a row.
+        patience: seconds in which calls may fail in a row.
         longest_advice: an advised wait counts up to this, and never extends the patience.
         spread: up to this share of an advised wait is added at random.
         sleep: waits. Tests, and callers that can stop a wait, replace it.
@@ -410,7 +409,7 @@ class FailureCounter:
         self._since = 0.0
 
     def failed(self, problem: str, error: Exception) -> float:
-        """Logs the failure. Returns the seconds to wait before the next attempt.
+        """Logs the failure. Returns the seconds to wait.
 
         Raises:
             Exception: ``error``, if another attempt is pointless, or all have failed for too long.
@@ -443,8 +442,7 @@ class FailureCounter:
 
 # Requests to an inference server; the patience is ``server_patience_seconds``.
 SERVER = RetryPolicy(
-    # 424: TGI failed to generate; 444, 460, 499: nginx, AWS and Gemini cut the connection. 501,
-    # "not implemented", does not pass.
+    # 424: TGI failed to generate; 444, 460, 499: nginx, AWS and Gemini cut the connection.
     retried=frozenset({408, 409, 424, 425, 429, 444, 460, 498, 499, *range(500, 600)}) - {501},
     limited=frozenset({429, 498, 503, 529}),  # 498: Groq's flex tier is full
     first=0.5,
@@ -506,10 +504,7 @@ MIRROR = RetryPolicy(first=1.0, longest=16.0)
 
 
 def code_of_rank(error: BaseException) -> int:
-    """Returns the exit code of a rank or worker that an error stopped.
-
-    This is the exit code of the error's class, or 1 if its cause may pass.
-    """
+    """Returns the exit code of the error's class, or 1 if its cause may pass."""
     code = getattr(error, "exit_code", 1)
     if code in (2, 3) and READING.is_transient(error):  # the hub, or S3, is away
         return 1

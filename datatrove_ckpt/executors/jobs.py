@@ -64,7 +64,7 @@ class _Job:
     Attributes:
         launch: names the file in which the job records why it failed.
         reached: the progress of all ranks when the job was first seen.
-        retries: how many jobs before it, in turn, advanced no rank.
+        retries: jobs before it, in turn, that advanced no rank.
     """
 
     id: str
@@ -177,7 +177,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
     def _work(self) -> None:
         try:
             self._worker(max_rank_attempts=self.max_retries + 1).run_worker()
-        except GivenUp as error:  # the coordinator ends with it
+        except GivenUp as error:
             logger.error(str(error))
         except Exception as error:
             with (

@@ -212,7 +212,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         """
         from datatrove_ckpt.run_folder.preflight import run_checked
 
-        if not self._runners:  # what datatrove does with other pipelines stays as it is
+        if not self._runners:  # datatrove's own behavior stays
             return self.run_ranks()
         return run_checked(self)
 
@@ -314,7 +314,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         try:
             with task_of_many(self.local_tasks > 1):
                 return super()._run_for_rank(rank, local_rank, node_rank)
-        except (DocumentError, ServerError, UnexpectedExit) as error:  # its log may have more
+        except (DocumentError, ServerError, UnexpectedExit) as error:
             log = self.logging_dir.resolve_paths(f"logs/task_{rank:05d}.log")
             error.add_note(f"The traceback is in the log of task {rank}: {log}")
             raise
@@ -402,10 +402,8 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         return rank_progress(list(filter(None, urls)), roots, rank)
 
     def _run_ranks(self, ranks: Sequence[int], screen: Screen | None, done: _Done) -> None:
-        """Runs the ranks. Beside workers, it runs the ranks that they leave, and waits for them.
-
-        Without workers, no rank is claimed: a worker that would join sees this process, and is
-        refused.
+        """Runs the ranks that workers leave, and waits for the others. Without workers, no rank is
+        claimed: a worker that would join sees this process, and is refused.
         """
         folders = [runner.checkpoints_local_dir for runner in self._runners]
         may_have_workers = (
@@ -458,7 +456,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
                         "Tasks are free, but would hardly end before the job's time limit: this "
                         "process takes none of them."
                     )
-                    with Preemption([], 0.0) as preemption:  # which requeues the job, and raises
+                    with Preemption([], 0.0) as preemption:  # requeues the job, and raises
                         preemption.stop_for_time_limit()
                 if free:
                     if worker._run_all(free, screen, done, may_overlap=not are_orphaned):
@@ -472,7 +470,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
                             "lines above. Correct the cause, and run the same command again."
                         )
                 elif self._is_worker and not self.keeps_servers:
-                    break  # a worker of steps waits: there is a next step
+                    break  # there is a next step
                 elif time.monotonic() >= line_at:
                     workers = [
                         other.process
@@ -663,7 +661,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         try:
             with nothing_carried():
                 return bytes(ForkingPickler.dumps(self))
-        except Exception as error:  # whatever a step's __reduce__ raises
+        except Exception as error:  # of a step's __reduce__
             raise ConfigError(
                 f"The pipeline cannot be sent to worker processes: {type(error).__name__}: "
                 f"{error}. Every step, its rollout and its shared_context must be picklable: give "

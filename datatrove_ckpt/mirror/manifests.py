@@ -140,10 +140,7 @@ class _Numbered:
 
 
 class Version(_Numbered):
-    """The name of one version of the checkpoint.
-
-    Numbers grow from version to version, and from owner to owner.
-    """
+    """A version's name. Numbers grow from version to version, and from owner to owner."""
 
     kind = "generation"
 
@@ -159,10 +156,7 @@ class Ownership(_Numbered):
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """A range of a file's bytes, stored as one object.
-
-    ``size`` is in bytes. ``sha256`` is empty unless the version is signed.
-    """
+    """A range of a file's bytes. ``sha256`` is empty unless the version is signed."""
 
     name: str
     size: int
@@ -197,7 +191,6 @@ class Manifest:
     """The content of a version.
 
     Attributes:
-        files: the parts of each other file, in order.
         answers: parts that hold rows of the request cache, as lines of JSON.
         uploaded_at: time of the upload, in ISO 8601.
     """
@@ -323,10 +316,7 @@ class VersionStore:
         self._signer = ManifestSigner(self.url)
 
     def listing(self) -> tuple[list[Ownership], list[Version]]:
-        """Lists ownerships and versions.
-
-        The ownership that wins and the newest version come last.
-        """
+        """The ownership that wins and the newest version come last."""
         ownerships: list[Ownership] = []
         versions: list[Version] = []
         for match in filter(None, map(_NAME.fullmatch, self.store.names())):
@@ -467,7 +457,7 @@ class VersionWriter:
         self._answers = [(part, of) for part, of in self._answers if of & snapshot.unfinished]
 
     def _take_ownership(self) -> None:
-        """Takes ownership. Retries reuse the number, so they never outrank a newer owner."""
+        """Retries reuse the number, so they never outrank a newer owner."""
         ownerships, versions = self._versions.listing()
         if not self._ownership.number:
             self._ownership = Ownership(
@@ -488,10 +478,7 @@ class VersionWriter:
         self._files.setdefault(name, []).append(self._put_part(data))
 
     def add_answers(self, snapshot: Snapshot) -> None:
-        """Uploads the snapshot's answers.
-
-        If that fails halfway, all of them are uploaded again next time.
-        """
+        """After a failure halfway, all answers are uploaded again."""
         self._answers += [
             (self._put_part(data), ordinals) for data, ordinals in encode_answers(snapshot.answers)
         ]

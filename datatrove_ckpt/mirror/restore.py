@@ -322,14 +322,14 @@ def _download(
 
 
 class CopiedRank(NamedTuple):
-    """A copied rank. ``when`` is the time of its upload in Unix seconds; 0.0: unknown."""
+    """``when``: Unix seconds of its upload; 0.0: unknown."""
 
     version: Version
     when: float
 
 
 class MirrorReader:
-    """Copies some files of a mirror into a local folder, and updates the copy at each ``refresh``.
+    """Copies some files of a mirror; each ``refresh`` updates the copy.
 
     Args:
         wants_file: whether a file is needed, by its name and its size in bytes. ``run.json`` is
@@ -384,7 +384,7 @@ class MirrorReader:
         contents = {
             name: [mirrored.read_object(part) for part in manifest.files[name]] for name in names
         }
-        # All files are read: from now on the folder changes.
+        # The folder changes from here on.
         for path in folder.iterdir():
             if path.name not in contents:
                 path.unlink()
@@ -459,7 +459,7 @@ def upload_finished_ranks(url: str, root: Path) -> None:
     """Uploads the finished ranks that a mirror lacks, including retries: a mirror may be set later,
     or have been away.
 
-    A remote that fails costs a warning; the next start tries again.
+    A failure only warns; the next start tries again.
 
     ``check_job`` must have refused the mirror of another run before.
     """
@@ -563,7 +563,7 @@ def restore_recorded(url: str, root: Path) -> None:
 
 
 def read_job(url: str) -> Json:
-    """Returns the content of ``job.json``; empty if it is missing or damaged.
+    """Is empty if ``job.json`` is missing or damaged.
 
     Raises:
         VersionMismatch: a newer version of this program wrote it.

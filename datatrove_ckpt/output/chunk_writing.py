@@ -439,7 +439,7 @@ def _levels(kind: DataType) -> int:
 
 
 def writable(field: Field) -> Field:
-    """Returns the field with text in place of null types, and a key in a dict without keys."""
+    """Replaces null types by text, and gives a dict without keys a key."""
     kind = field.type
     if pa.types.is_null(kind):
         return pa.field(field.name, pa.string(), metadata=_NO_VALUE)
@@ -541,7 +541,7 @@ def _takes(old: DataType, new: DataType, column: str) -> bool:
 
 
 def _takes_empty_text(kind: DataType) -> bool:
-    """Whether a loader converts a column of text without any value to the type."""
+    """Whether a loader converts empty text to the type."""
     try:
         pa.nulls(1, pa.string()).cast(kind)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError):
@@ -567,7 +567,7 @@ class RankColumns:
         Raises:
             TypeConflict: the chunk can never be one dataset with the chunks before.
         """
-        # A new dict: ``_name_culprit`` needs the types of the chunks before.
+        # ``_name_culprit`` needs the earlier dict.
         raw = raw_types(schema).items()
         self.types = self.types | {
             name: unify_types(self.types.get(name), kind, name) for name, kind in raw
@@ -696,7 +696,7 @@ class ChunkOutput:
             files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
 
     def _refuse_strangers(self, commits: RankCommits, listing: OutputListing) -> None:
-        """Refuses foreign files; without intents, all files of a rank are its own."""
+        """Without intents, all files of a rank are its own."""
         uncommitted = listing.by_rank[self._rank]
         if not uncommitted:
             return
@@ -721,7 +721,7 @@ class ChunkOutput:
         )
 
     def stop(self) -> None:
-        """Ends the wait for uploads and commits; the next process publishes those chunks again."""
+        """The next process publishes unfinished uploads again."""
         self._folder.calls.stop()
         self.placement.stop()
 
@@ -732,8 +732,8 @@ class ChunkOutput:
     def write_chunk(
         self, chunk_index: int, documents: Iterable[WrittenDocument]
     ) -> list[OutputFile]:
-        """Writes and publishes a chunk (steps 2 and 3 of a commit), and returns its files.
-        ``placement`` may put them in place later.
+        """Writes and publishes a chunk (steps 2 and 3 of a commit). ``placement`` may put them in
+        place later.
 
         Raises:
             OutputFailed: a document cannot be written, or the output folder refuses it. The journal
@@ -772,7 +772,7 @@ class ChunkOutput:
 
 
 class _InMemory(OutputFileManager):  # type: ignore[misc]
-    """Replaces a writer's file manager, and discards all data."""
+    """Discards all data."""
 
     def get_file(self, filename: str) -> io.IOBase:
         file = io.BytesIO() if "b" in self.mode else io.StringIO()

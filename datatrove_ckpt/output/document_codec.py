@@ -113,7 +113,7 @@ class Result(InferenceResult):  # type: ignore[misc]  # datatrove has no types
 
 @dataclasses.dataclass
 class WholeResult(Result):
-    """An answer with tool calls, logprobs or several choices. They are written beside the text."""
+    """Tool calls, logprobs or several choices are written beside the text."""
 
     tool_calls: list[JsonObject] = dataclasses.field(default_factory=list)
     logprobs: JsonObject | None = None
@@ -122,7 +122,7 @@ class WholeResult(Result):
 
 @dataclasses.dataclass
 class PathResult(Result):
-    """The answer of a path that is no completion. It is written beside an empty text."""
+    """The answer of a path without completions, beside an empty text."""
 
     answer: JsonObject = dataclasses.field(default_factory=dict)
 
@@ -196,7 +196,7 @@ def encode_finished(document: Document, key: str) -> bytes:
         data = orjson.dumps(fields, option=_OPTIONS)
     except TypeError:
         return encode(document)
-    start = len(text)  # its bytes come first: searching them would cost most of this
+    start = len(text)  # searching the text would cost most of this
     if data.find(_TAG_BYTES, start) < 0 and (
         data.find(b"null", start) < 0 or not has_nan(metadata)
     ):
@@ -248,7 +248,7 @@ def document_fields(document: Document) -> dict[str, object]:
     if not isinstance(document.metadata, dict):
         raise TypeError(f"its metadata is of type {type(document.metadata).__name__}, not dict")
     media = document.media
-    # Most have none, and a generator costs as much as all else here.
+    # A generator costs as much as all else here.
     if media not in (None, []) and not (
         isinstance(media, list) and all(isinstance(part, Media | dict) for part in media)
     ):
@@ -309,7 +309,7 @@ def _has_other_nan(value: object) -> bool:
 
 
 def trim(data: bytes) -> bytes:
-    """Copies the bytes, because ``orjson.dumps`` returns a buffer seven times as large."""
+    """Copies the bytes: ``orjson.dumps`` returns a buffer seven times as large."""
     return b"".join((data, b""))
 
 
@@ -579,7 +579,7 @@ def document_of(row: JsonObject) -> Document:
     return Document(row.get("text") or "", str(row.get("id")), metadata=metadata)
 
 
-_DEFAULT = DiskWriter._default_adapter  # a writer to get it from would cost 25 ms
+_DEFAULT = DiskWriter._default_adapter  # making a writer costs 25 ms
 """datatrove's default adapter."""
 _DOCUMENT_FIELDS = field_names(Document)
 
@@ -612,7 +612,6 @@ def decode_for(writer: DiskWriter) -> Callable[[bytes], Document]:
 
 
 def _json_row(adapter: Callable[[Document], Row], document: Document) -> Row:
-    """The writer encodes media."""
     row = adapter(document)
     columns = {name: value for name, value in row.items() if name != "media"}
     try:

@@ -4,20 +4,18 @@ A record beside the folder names the run to which the folder belongs (``OutputOw
 folder, the template and the rank in a file's name show which rank may have written the file. The
 file belongs to this rank if a commit names it; until the rank is complete also if an intent to
 publish names it, or the chunk in its name is not committed yet. All other files with the rank's
-names are refused: when a rank starts, resumes and is complete, and before a job. Committed files
-that are missing, or have another content, are also refused.
+names are refused: when a rank starts, resumes and is complete, and before a job. Missing and
+changed committed files are also refused.
 
 Names, sizes and stamps (time of change and inode, or ETag) are compared with those of the commits,
-and on the hub the hashes of its listings. Only files whose stamp differs from their commit are
-read.
+and on the hub the hashes of its listings. Files are read only if their stamp differs.
 
 The record of the owner, one run for each ``output_filename``, is made before the first request, so
 that only one of several runs succeeds: by a link on a disk, a conditional PUT on S3 and Google
 Cloud Storage, a commit with its parent on the hub.
 
-The record is not in the folder, because datatrove's readers read every file there as data. There is
-nothing beside the root of a bucket or repository: there the record is a hidden file in the root,
-which other readers skip.
+The record is not in the folder, because datatrove's readers read every file there as data. In the
+root of a bucket or repository, it is a hidden file, which other readers skip.
 
 A record of another run refuses this run until a person removes the record, except for a removed run
 whose checkpoints were where this run has its checkpoints.
@@ -95,11 +93,7 @@ class OutputOwner(NamedTuple):
 
 
 class RunOrigin(NamedTuple):
-    """The origin by which an owner record identifies a run.
-
-    Attributes:
-        run: hash of the run's identity; None: any hash.
-    """
+    """The origin by which a record identifies a run. ``run``: hash of its identity; None: any."""
 
     root: Path
     mirror: str | None
@@ -403,8 +397,8 @@ class OutputListing:
 
     Attributes:
         sizes: size in bytes by path; None: the store does not return a size.
-        touched: committed files whose stamp differs from their commit.
-        altered: committed files whose content differs from their commit.
+        touched: committed files with another stamp.
+        altered: committed files with other content.
         by_rank: files that the template may have named, and no commit names, each with the folder
             of its retry or "".
     """
@@ -446,8 +440,7 @@ def list_output(
     rank: int | None = None,
     with_others: bool = True,
 ) -> OutputListing:
-    """Lists the existing files of ``committed``, by their plain paths, and files that the template
-    may have named.
+    """Lists the existing ``committed`` files, and files that the template may have named.
 
     Args:
         rank: the rank whose other files are listed; None: all ranks.
@@ -458,7 +451,7 @@ def list_output(
     values = dict.fromkeys(template.get_identifiers(), placeholder)
     if rank is not None:
         values["rank"] = f"{rank:05d}"
-    # The common start of all names. Folders below may be parts of the names.
+    # Folders below may be parts of the names.
     head, _, after = template.substitute(values).partition(placeholder)
     everywhere = "/" in after or bool(fields_of_documents(template))
     base, start = posixpath.split(head)
@@ -508,12 +501,7 @@ def list_files(
     with_others: bool = True,
     without: str = "",
 ) -> OutputListing:
-    """Lists the committed files of a folder, and at least the other files whose names start with
-    ``head``.
-
-    Args:
-        without: a local folder that is not listed.
-    """
+    """Lists committed files, and at least the others whose names start with ``head``."""
     listing = OutputListing()
     hub = HubFolder.of(folder)
     if folder.is_local():
@@ -564,9 +552,7 @@ def remote_stamp(info: Info) -> int:
 
 
 def local_stamps(status: os.stat_result) -> list[int]:
-    """Returns the stamp of a local file, and its stamp in commits of earlier releases, which had
-    the time that a user can put back.
-    """
+    """Returns the stamps of this and of earlier releases, whose time a user can put back."""
     changed = stamp_of(f"changed {status.st_ctime_ns}:{status.st_ino}")
     return [changed, stamp_of(f"{status.st_mtime_ns}:{status.st_ino}")]
 
@@ -656,9 +642,7 @@ STRAY_ADVICE = (
 
 @dataclass(slots=True)
 class CommittedFile(OutputFile):
-    """A file of a commit, with its plain path. It has no hash, because a job may have millions of
-    files.
-    """
+    """A file of a commit, without its hash, because a job may have millions."""
 
     root: str = ""
     rank: int = 0
@@ -670,12 +654,10 @@ class CommittedFile(OutputFile):
 
 
 class RankCommits:
-    """Reads the output files that the commits of a rank, and of its retries, name. Raises
-    CheckpointError.
+    """Reads the files that the commits of a rank and its retries name. Raises CheckpointError.
 
     Attributes:
-        unfinished: root and index of the chunks with a journal: their output may exist, and is
-            written again.
+        unfinished: root and index of chunks with a journal, whose output is written again.
     """
 
     def __init__(
@@ -787,7 +769,7 @@ class OutputFolder:
             self.calls.retry("cannot be claimed for this run", self._owner.claim)
 
     def refuse_existing(self, rank: int, retry: str) -> None:
-        """Checks the folder before the first start of a rank, and claims it.
+        """Claims the folder for the first start of a rank.
 
         Raises:
             OutputMismatch: files exist that this rank would write.
@@ -832,11 +814,7 @@ class OutputFolder:
         contents: bool = True,
         policy: RetryPolicy | None = None,
     ) -> OutputListing:
-        """Refuses a folder of another run.
-
-        Args:
-            contents: whether to read files whose stamp has changed.
-        """
+        """Refuses another run's folder. ``contents``: reads files whose stamp has changed."""
         look = partial(self._look, committed, rank, with_others, contents)
         if self.writer.output_folder.is_local():
             with explained("read", Path(self.location).absolute()):
@@ -919,11 +897,10 @@ class OutputFolder:
         is_complete: bool = False,
         root: str = "",
     ) -> None:
-        """Refuses uncommitted files of a rank that are not its own.
+        """Refuses foreign uncommitted files.
 
         Args:
-            commits: commits of the rank; None: the rank starts for the first time, and no file is
-                its own.
+            commits: None: at its first start no file is the rank's own.
             root: folder of a retry that starts; "": the rank, and all its retries.
         """
         own_names: Container[str] = ()

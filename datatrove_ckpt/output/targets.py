@@ -131,7 +131,7 @@ class OutputTarget(Placement):
         ]
 
     def create(self, staged: Path, name: str) -> bool:
-        """Publishes one file and returns True, unless its name exists."""
+        """Returns False if the name exists."""
         raise NotImplementedError
 
     def replace(self, staged: Path, name: str) -> None:
@@ -144,14 +144,14 @@ class OutputTarget(Placement):
         raise NotImplementedError
 
     def hash_of(self, name: str) -> str:
-        """Returns the hash of the file now at this name, as publish intents record it."""
+        """Returns the hash of the file at this name, as intents record it."""
         raise NotImplementedError
 
     def prepare(self) -> None:
-        """Prepares the target, before the staged files of earlier processes are removed."""
+        """Runs before the staged files of earlier processes are removed."""
 
     def finish(self) -> None:
-        """Cleans up, once everything is published."""
+        """Runs once everything is published."""
 
     def settle(self, commits: RankCommits, listing: OutputListing) -> None:
         """Adds this process's published files to a listing that lags."""
@@ -298,16 +298,14 @@ class S3Target(RemoteTarget):
     """
 
     def prepare(self) -> None:
-        """Checks that files can be written, and aborts the uploads that earlier processes left
-        open.
-        """
+        """Checks write access, and aborts uploads of earlier processes."""
         # A name that only this rank of this run uses, for an upload that is never completed.
         probe = f"{STAGING}/probe-{self._run_hash}"
         create = partial(self._call, "create_multipart_upload", probe)
         upload = self._retry("cannot be written to", create)["UploadId"]
         self._abort(probe, upload)
         earlier = self.staging.parent
-        if earlier.exists():  # files that were being uploaded are still staged
+        if earlier.exists():  # their files are still staged
             paths = (
                 path.relative_to(earlier).parts for path in earlier.rglob("*") if path.is_file()
             )
@@ -458,7 +456,7 @@ class HubTarget(_TargetOnHub):
     def publish(
         self, chunk_index: int, staged: StagedFiles, intents: PublishIntents
     ) -> list[OutputFile]:
-        """Uploads a chunk's files. They appear with a commit, which refuses other content."""
+        """Uploads files, which appear with a commit that refuses other content."""
         finished = staged.finished
         paths = {name: file.path for name, file in finished.items()}
         uploaded = []
@@ -678,7 +676,7 @@ class HubTarget(_TargetOnHub):
 
 
 def seconds_to_send(paths: Iterable[Path]) -> float:
-    """Returns the time limit of a call that sends these files, at 50 kB a second."""
+    """Allows for 50 kB a second."""
     return _ANSWER_SECONDS + sum(path.stat().st_size for path in paths) / 50_000
 
 

@@ -172,7 +172,7 @@ def _close(runner: asyncio.Runner, threads: Iterable[threading.Thread]) -> None:
         try:
             runner.close()
         except OSError as error:
-            # uvloop, where a rollout has left a connection open. All is done and saved.
+            # uvloop, where a rollout has left a connection open.
             if error.errno != errno.EBUSY:
                 raise
             left_behind.append((runner, set()))

@@ -78,7 +78,7 @@ def _begin_read() -> object:
 
 
 def _begin(own: object, same: set[object], others: set[object], seconds: float) -> None:
-    """Adds a read or fork, after the others that came before it."""
+    """Adds a read or fork, once the others that came before it have ended."""
     deadline = time.monotonic() + seconds
     with _lock:
         same.add(own)

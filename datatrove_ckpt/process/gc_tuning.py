@@ -1,8 +1,7 @@
 """Settings of Python's garbage collector that fit a run.
 
 By default Python collects after every 700 new objects. Documents are in no reference cycles, so
-these collections find nothing, take CPU time, and stop the event loop. With the settings here,
-cycles of a user's rollout wait longer.
+these collections find nothing, take CPU time, and stop the event loop.
 """
 
 import gc

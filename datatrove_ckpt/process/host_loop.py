@@ -69,10 +69,7 @@ class HostLoop:
 
     @contextmanager
     def saving(self, save: Callable[[], None]) -> Iterator[None]:
-        """Marks a block in which the rank has something to save.
-
-        Afterwards the rank closes its files, until ``detach``.
-        """
+        """Marks a block in which the rank has something to save."""
         self.save = save
         self.is_open = True
         try:
@@ -87,7 +84,7 @@ class HostLoop:
         call_soon(self._loop, self._closings.close)
 
     def stop(self, cause: str, is_fast: bool) -> None:
-        """Lets the rank drain for another reason. In any thread, or in a signal handler."""
+        """Lets the rank drain. Any thread or signal handler may call this."""
         self.shutdown.request(cause)
         if is_fast:
             self.shutdown.fast_stop()
@@ -111,7 +108,7 @@ def rank_of_many() -> int | None:
 async def run_hosted(
     run: Callable[[], _Result], name: str, host: HostLoop | None = None
 ) -> _Result:
-    """Calls ``run`` in a thread, with the running loop as its event loop. Returns its result.
+    """Calls ``run`` in a thread, with the running loop as its event loop.
 
     Args:
         host: the running loop; None: it has this rank alone.
@@ -131,7 +128,7 @@ async def run_hosted(
             await asyncio.wait([work])
         except asyncio.CancelledError as error:
             cancellation = cancellation or error
-            host.stop(_CAUSE, host.shutdown.is_draining)  # the second one ends the drain
+            host.stop(_CAUSE, host.shutdown.is_draining)
     if cancellation is not None:
         work.exception()  # else asyncio logs that nothing has read it
         raise cancellation

@@ -31,7 +31,7 @@ def files_needed(requests: int, servers: int) -> int:
     try:
         opened = sum(1 for _ in os.scandir("/dev/fd"))
     except OSError:
-        opened = 32  # a usual number
+        opened = 32
     return opened + requests + servers * _PER_SERVER + _FILES
 
 
@@ -103,7 +103,7 @@ def limits() -> tuple[int, int]:
 
 
 def refuse_exhaustion(error: BaseException, action: str) -> None:
-    """Raises TooManyOpenFiles if the error means that no more file could be opened."""
+    """Raises TooManyOpenFiles for errors that mean this."""
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         raise TooManyOpenFiles(
             f"{action}: too many open files (this process may have {limits()[0]}). Raise the limit "
@@ -120,7 +120,7 @@ _ours: set[int] = set()
 
 
 def own_descriptor(descriptor: int) -> int:
-    """Makes forks close the descriptor, and returns it. ``close_descriptor`` closes it."""
+    """Makes forks close the descriptor, and returns it."""
     _ours.add(descriptor)
     return descriptor
 

@@ -45,7 +45,7 @@ def die_with_parent() -> None:
             wait = poll.poll
         except ProcessLookupError:
             os._exit(1)
-        except OSError:  # the kernel or the container knows no pidfds
+        except OSError:  # no pidfds here
             pass
 
     def kill() -> None:

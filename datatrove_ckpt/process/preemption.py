@@ -65,10 +65,7 @@ class LoopWatchdog:
     _closed: bool = False
 
     def start(self) -> None:
-        """Starts the thread if a stop is requested.
-
-        Takes no lock, unlike ``threading.Thread.start``.
-        """
+        """Takes no lock, unlike ``threading.Thread.start``."""
         if self._shutdown.is_requested and not self._started:
             self._started = True
             _thread.start_new_thread(self._watch, ())
@@ -115,7 +112,7 @@ def has_time_for(drain_seconds: float, seconds: float) -> bool:
 
 
 class Preemption:
-    """Stops a rank early: ``with Preemption(...) as preemption:`` around the whole run of a rank.
+    """Stops a rank early. Enter it around the whole run of a rank.
 
     Raises:
         Preempted, KeyboardInterrupt, SystemExit: when the block ends, if a stop was requested. See
@@ -216,7 +213,7 @@ class Preemption:
             raise KeyboardInterrupt
 
     def _notice_came(self, notice: str) -> None:
-        """Requests a stop. A worker signals its parent, which stops all its ranks."""
+        """Requests a stop. A worker signals its parent."""
         self._notice = notice
         if self.shutdown.is_requested:
             if self._received[:1] == [signal.SIGTERM]:
@@ -233,9 +230,7 @@ class Preemption:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Lets handled signals raise KeyboardInterrupt in slow code that may be cut off
-        anywhere.
-        """
+        """Lets signals raise KeyboardInterrupt in code that may be cut off anywhere."""
         self._interruptible = True
         try:
             if self.shutdown.is_requested:

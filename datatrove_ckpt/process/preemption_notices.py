@@ -76,7 +76,7 @@ def watched_notices(
                 if notice is not None:
                     came(printable(f"a preemption notice ({source}{notice and ': '}{notice})"))
                     return
-            except Exception as error:  # also for a response that is not as the cloud documents it
+            except Exception as error:  # also for an unknown response
                 if not is_warned:
                     is_warned = True
                     logger.warning(
@@ -107,9 +107,7 @@ def _ask_command(command: Sequence[str]) -> str | None:
 
 
 def _get(url: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
-    """Returns the text of a response; None for status 404. Uses no proxy: such addresses are the
-    node's own.
-    """
+    """Returns None for status 404. Uses no proxy: such addresses are the node's own."""
     from urllib.error import HTTPError
     from urllib.request import ProxyHandler, Request, build_opener
 

@@ -38,12 +38,7 @@ class Servers(Protocol):
 
 @dataclass(eq=False)
 class RankThreads:
-    """Runs ranks in threads of this process.
-
-    Args:
-        make_servers: called on the event loop.
-        tasks: the ranks. Called on the event loop.
-    """
+    """Runs ranks in threads. ``make_servers`` and ``tasks`` are called on the event loop."""
 
     _at_once: int
     _preemption: Preemption
@@ -144,10 +139,7 @@ class RankThreads:
             self._hosts.remove(host)
 
     def _stop(self) -> None:
-        """Stops all ranks if the process stops or a rank has failed.
-
-        May run in a signal handler.
-        """
+        """Stops all ranks after a stop or failure. May run in a signal handler."""
         shutdown = self._preemption.shutdown
         cause = shutdown.cause
         if self._failure is not None:

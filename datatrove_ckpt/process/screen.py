@@ -40,7 +40,6 @@ class RankProgress(NamedTuple):
 
     Attributes:
         attempt: another number for each start.
-        documents: finished documents of all attempts.
         work: requests and tokens that this attempt has processed, with requests that failed.
         state: state instead of usual work, such as "waiting for the server", for ``seconds``.
     """
@@ -60,10 +59,7 @@ class RankProgress(NamedTuple):
 
 
 class RunProgress:
-    """The progress of all ranks of one command.
-
-    Sums stand for complete ranks: the process that draws a bar hands out thousands of tasks.
-    """
+    """The progress of all ranks of one command. Complete ranks are only sums."""
 
     def __init__(
         self,
@@ -104,10 +100,7 @@ class RunProgress:
             self._newest_at = self._clock()
 
     def complete(self, rank: int, documents: int = 0) -> None:
-        """Marks a rank as complete.
-
-        ``documents``: documents of a rank that another process has run, and that never reports.
-        """
+        """Marks a rank as complete. ``documents``: of a rank in another process."""
         if rank in self._done:
             return
         self._done.add(rank)
@@ -124,7 +117,7 @@ class RunProgress:
 
     def sample(self) -> None:
         now = self._clock()
-        # Time in which servers start, or none answers, is no time at work.
+        # An outage is no time at work.
         if self.work == NO_WORK or len(self._outages) == len(self._at_work) > 0:
             self._samples.clear()
         elif now - self._samples[-1][0] < _SAMPLE_SECONDS:
@@ -212,7 +205,7 @@ class RunProgress:
         return percent(share)
 
     def parts(self) -> list[str]:
-        """Returns the other texts, the most important first: a narrow terminal drops the last."""
+        """Returns texts, the most important first: a narrow terminal drops the last."""
         rates = self.rates()
         seconds = self.seconds_left
         parts = [plural(self.documents, "doc")]
@@ -282,7 +275,7 @@ class BarTerminal:
         self._fd = sys.stderr.fileno()
         self._lock = threading.RLock()
         self._bar = ""
-        self._is_partial = False  # the cursor stands behind a text without a line break
+        self._is_partial = False  # no line break before the cursor
         self._replaced: dict[str, LinesAboveBar] = {}
         self._is_open = False
 
@@ -335,7 +328,7 @@ class BarTerminal:
             _write_all(self._fd, output)
 
     def _put(self, text: str) -> None:
-        with suppress(OSError):  # the terminal is gone: no reason to fail
+        with suppress(OSError):  # the terminal is gone
             _write_all(self._fd, text)
 
     def remove(self) -> None:
@@ -407,7 +400,7 @@ def _move_logging(old: object, new: object) -> None:
     """Moves loguru's handlers of a stream to another stream, so that log lines appear above the
     bar.
 
-    loguru has no public way to list its handlers. Added again, they would lose their settings.
+    Added again, they would lose their settings.
     """
     for handler in getattr(getattr(logger, "_core", None), "handlers", {}).values():
         sink: Any = getattr(handler, "_sink", None)
@@ -510,7 +503,7 @@ class Screen:
         self.tick()
 
     def tick(self) -> None:
-        """Draws the bar, or logs a line, if it is time. Call it about every ``TICK_SECONDS``."""
+        """Draws or logs if it is time. Call it about every ``TICK_SECONDS``."""
         self.progress.sample()
         now = self.clock()
         if now < self._next:
@@ -529,7 +522,6 @@ def reporter() -> Report | None:
 
 @contextmanager
 def reporting_to(report: Report, below: bool) -> Iterator[None]:
-    """Lets the ranks of a worker report to its parent."""
     global _report
     before = _report
     _report = report

@@ -38,7 +38,7 @@ SAME_EVENT = 1.0
 
 
 def check_signals(names: Sequence[str], setting: str = "drain_signals") -> tuple[str, ...]:
-    """Returns the names as a tuple. A text is a single name.
+    """Returns a tuple; a text is a single name.
 
     Raises:
         ConfigError: a name is not a signal.
@@ -96,7 +96,7 @@ class Shutdown:
             self._changed()
 
     def fail(self, failure: BaseException) -> None:
-        """Lets the rank drain, and end with its first failure. Only on the event loop."""
+        """Lets the rank drain, then fail. Only on the event loop."""
         self._fail(failure, self.drain_seconds)
 
     def finish(self, reason: BaseException) -> None:
@@ -137,17 +137,17 @@ class Shutdown:
 
     @property
     def is_finishing(self) -> bool:
-        """Whether the rank ends early, and waits for all requests in flight: see ``finish``."""
+        """Whether it waits for all requests in flight: see ``finish``."""
         return self.is_stopping and not self.cause and math.isinf(self.deadline)
 
     @property
     def is_draining(self) -> bool:
-        """Whether the rank ends early, and requests in flight have a limited time."""
+        """Whether requests in flight have a limited time."""
         return self.is_stopping and not self.is_finishing
 
     @property
     def has_failed(self) -> bool:
-        """Whether some document will not be recorded: the rank cannot become complete."""
+        """Whether the rank cannot become complete."""
         return self.aborted or self.failure is not None
 
     @property
@@ -156,14 +156,14 @@ class Shutdown:
 
     @property
     def is_unnoticed(self) -> bool:
-        """Whether the event loop is blocked, so that it does not see the requested stop."""
+        """Whether a blocked event loop does not see the stop."""
         return self._unnoticed and self.cause != ""
 
     def raise_preempted(self) -> NoReturn:
         raise Preempted(f"Stopped by {self.cause}. Run the same command again to resume.")
 
     def check(self) -> None:
-        """Checks for a requested stop, where nothing needs a drain.
+        """Checks for a stop where nothing needs a drain.
 
         Raises:
             Preempted: a stop is requested.
@@ -179,10 +179,7 @@ class Shutdown:
 
     @contextmanager
     def closing(self) -> Iterator[None]:
-        """Marks work that a stop must wait for, and that limits its time itself.
-
-        Only on the event loop.
-        """
+        """Marks work that a stop must wait for. Only on the event loop."""
         self.open_closings += 1
         try:
             with nullcontext() if self.parent is None else self.parent.closing():

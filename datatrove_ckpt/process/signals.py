@@ -37,7 +37,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Ignored signals stay ignored: nohup ignores SIGHUP, a shell the SIGINT of background jobs.
 _OF_TERMINALS = (signal.SIGHUP, signal.SIGINT)
 _FATAL = (signal.SIG_DFL, signal.default_int_handler)
-_EXIT_SECONDS = 5.0  # for the threads that Python waits for at its exit
+_EXIT_SECONDS = 5.0  # for threads at Python's exit
 
 Handler = Callable[[int, FrameType | None], object] | int | None
 """What ``signal.getsignal`` returns."""

@@ -58,7 +58,7 @@ def job_id_in_environment() -> Iterator[None]:
 
 def requeue_if_preempted() -> None:
     job = job_id()
-    if job is None or os.environ.get("SLURM_PROCID", "0") != "0":  # one task of the step is enough
+    if job is None or os.environ.get("SLURM_PROCID", "0") != "0":  # one task is enough
         return
     try:
         record = _ask("scontrol", "--oneliner", "show", "job", job)
@@ -104,8 +104,7 @@ def stop_time(end: float, reserve: float) -> float:
 def is_time_up(reserve: float) -> bool:
     """Whether a rank that starts now must stop at once.
 
-    False for the first rank of a process. Calls no command: it uses the end that an earlier rank
-    has recorded.
+    False for the first rank of a process. Runs no command: an earlier rank has recorded the end.
     """
     end = _known_end()
     if end is None and _first_asked and job_id() is not None:

@@ -1,6 +1,6 @@
 """The standard streams of a command whose terminal, reader or file is gone.
 
-Imports nothing that takes time, so that each command can use it first.
+Imports nothing that takes time.
 """
 
 import os

@@ -87,7 +87,7 @@ def say_errors_later(yes: bool) -> None:
 
 @contextmanager
 def task_of_many(yes: bool) -> Iterator[None]:
-    """Logs routine lines of one of many tasks only in its log file; the terminal shows warnings."""
+    """Keeps routine lines of a task off the terminal."""
     global _of_many
     safe_log()
     before = _of_many
@@ -115,7 +115,7 @@ def _patch(theirs: Callable[[object], None] | None, record: Any) -> None:
         elif isinstance(package_error, Preempted | LimitReached):
             # The rank has logged this, and what is saved: it is no error.
             hidden_as = "DEBUG"
-        elif isinstance(package_error, WaitsForBatches):  # all is well
+        elif isinstance(package_error, WaitsForBatches):
             hidden_as = "INFO"
         else:
             logger.debug(trace)

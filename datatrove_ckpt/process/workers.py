@@ -13,7 +13,7 @@ A ready worker with running tasks gets no None before they are done: another wor
 leave a task. ``common/attempts.py`` decides how often such a task is tried.
 
 No lock or queue is shared, so this process notices a killed worker at once, where CPython's pool
-waits without end. Only this process gets a terminal's signals: one Ctrl-C is one request to stop.
+waits without end. Only this process gets a terminal's signals.
 """
 
 import asyncio
@@ -175,7 +175,7 @@ class Workers:
         self._records = defaultdict[int, AttemptRecord](AttemptRecord)
         self._failed_starts = 0
         self._error: Exception | None = None
-        self._is_failing = False  # the other tasks must stop
+        self._is_failing = False
         self._requests = 0
         self._to_pass_on = deque[int]()
         self._came = 0.0
@@ -203,7 +203,7 @@ class Workers:
         while self._workers:
             ends = [worker.sentinel for worker in self._workers]
             open_ = [worker.connection for worker in self._workers if not worker.is_silent]
-            # A signal interrupts no wait, so none is long.
+            # A signal interrupts no wait.
             connections.wait([*ends, *open_], TICK_SECONDS)
             if self.screen is not None:
                 self.screen.tick()
@@ -271,7 +271,7 @@ class Workers:
         if not self._tasks:
             return None
         if worker.tasks:
-            # Tasks that are tried alone come last. An idle worker may only just start.
+            # Tasks that are tried alone come last.
             beside = [self._records[task] for task in (*worker.tasks, self._tasks[0])]
             if not may_overlap(beside, len(self._tasks), self._idle):
                 return None
@@ -382,7 +382,7 @@ _in_worker = False
 
 
 class Message(NamedTuple):
-    """A message from a worker to its parent.
+    """A message to the parent.
 
     Attributes:
         kind: "ready" for a task; "at work": progress of a rank; "done" or "failed": the end of a
@@ -411,7 +411,7 @@ def work(
     """Runs a worker process.
 
     Args:
-        environment: the parent's, now. A fork server has the environment of its own start.
+        environment: the parent's, because a fork server has an older one.
         numbers: signals that request a stop. A process of the fork server does not block them yet.
     """
     global _in_worker
@@ -459,7 +459,7 @@ class _Worker:
         return self._take()
 
     async def wait_for_next(self) -> int | None:
-        """``next`` on an event loop. It may be cancelled."""
+        """Does ``next`` on an event loop."""
         self._send(Message("ready"))
         loop = asyncio.get_running_loop()
         has_come = asyncio.Event()
@@ -488,9 +488,8 @@ class _Worker:
         self._send(Message("done", task, value))
 
     def failed(self, task: int | None, error: BaseException) -> None:
-        """Reports the failure of a task, or (None) of the runner of all tasks.
-
-        The error is raised once all tasks have ended.
+        """Reports a failure, which the parent raises once all tasks have ended. None: of the
+        runner.
         """
         end_fork(self._pid, error)
         self._at_work.clear()
@@ -532,7 +531,7 @@ def _sendable(error: BaseException, number: int | None) -> Exception:
     text = "".join(traceback.format_exception(error))
     try:
         ForkingPickler.loads(ForkingPickler.dumps(error))
-    except Exception:  # a user's __reduce__ or __init__ may raise anything
+    except Exception:  # of a user's __reduce__ or __init__
         name = f"{type(error).__name__}: {safe_text(error)}"
         return CkptError(f"{task.capitalize()} failed with {name}\n{text}")
     if not getattr(error, "__notes__", ()):  # a note names the log that has it

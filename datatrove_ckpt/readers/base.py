@@ -84,10 +84,7 @@ class DamagedLine(DocumentError):
 
 
 class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
-    """The base of the readers that seek.
-
-    A subclass lists it before datatrove's reader of the format.
-    """
+    """A subclass lists this base before datatrove's reader of the format."""
 
     compression: str | None = None
     encoding: str | None = None
@@ -179,7 +176,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         self._lengths = []
 
     def state_dict(self) -> ReaderState:
-        """Returns the position right after the last document that the reader yielded."""
+        """Returns the position after the last yielded document."""
         if self._next_state is not None:
             return self._next_state
         if self._position is not None:
@@ -191,9 +188,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         self._next_state = state_dict
 
     def may_keep_state(self) -> list[str]:
-        """Returns the names of the user's classes and adapters that may keep state between
-        documents.
-        """
+        """Returns the user's classes and adapters that may keep state between documents."""
         kind = type(self)
         if "format" not in vars(kind):
             return [kind.__name__]
@@ -321,11 +316,10 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def documents_of(
         self, name: str, blocks: Iterable[RowBlock], number: int = 0, task: str = ""
     ) -> FileRead:
-        """Makes a document of each row, and yields it with the position after the row.
+        """Yields a document of each row, with the position after it.
 
         Args:
-            number: documents of the file so far: the next default id, if rows have no ids of their
-                own.
+            number: documents of the file so far: the next default id.
             task: begins the default ids of a dataset, which number the documents of all its shards.
                 Positions then lack the number.
         """
@@ -365,7 +359,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def skip_damaged(
         self, file: str, location: str, bad_row: BadRow, in_training: bool = False
     ) -> Document | SkippedLines:
-        """Counts a line or row that cannot be read, and returns its substitute.
+        """Counts a bad line, and returns its substitute.
 
         Raises:
             DamagedLine: ``max_skipped`` allows no more damaged rows.
@@ -533,7 +527,7 @@ class TextFilesReader(SeekingReader):
 
 @dataclass(eq=False)
 class _InputPass:
-    """Reads the input files of one rank in order, and gives their documents positions.
+    """Reads the input files of one rank in order.
 
     Attributes:
         yielded_before: number of documents, in all attempts, before the current file.
@@ -676,7 +670,7 @@ class _InputPass:
         self.digest.add(name, self.inputs.size(index))
 
     def record_files(self) -> None:
-        """Records the files that were read in the start of the reader.
+        """Records the finished files.
 
         Raises:
             NoDocuments: no row of any file is a document.

@@ -150,11 +150,11 @@ class TableFile(BlockFile):
 
     @abstractmethod
     def _parts(self, first: int, extent: FileProgress) -> Iterator[tuple[int, int, int]]:
-        """Yields number, rows and size of each part from ``first`` on, before the part is read."""
+        """Yields number, rows and size of each part before it is read."""
 
     @abstractmethod
     def _read(self, part: int, row: int, rows: int, columns: Sequence[str] | None) -> pa.Table:
-        """Reads ``rows`` rows of a part from ``row`` on, with at least these columns."""
+        """May also read other columns."""
 
     def _index_of(self, groups: Iterable[Group]) -> FileIndex:
         refuse_equal_names(self.schema.names, self.name)

@@ -147,7 +147,7 @@ def open_content(
 
 
 class _ConvertedFile(io.RawIOBase):
-    """Reads the converted content of a file. A subclass implements ``_fill``."""
+    """A subclass implements ``_fill``."""
 
     _waiting = memoryview(b"")
 

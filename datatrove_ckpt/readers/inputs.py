@@ -4,8 +4,6 @@ A state is too small for ten thousand names and sizes. It holds an ``InputDigest
 files, and name, size and a hash of the first (and last) 64 kB of the current file. Finished files
 are not read again, because this would take the time that seeking saves.
 
-Errors of the hub and of S3 about an input are explained here.
-
 A document carries its position in a slot that is no dataclass field: filters pass it on, and
 writers do not see it.
 
@@ -104,7 +102,7 @@ class Revisions:
 ReaderState = JsonObject
 """The state of a reader."""
 
-PLAIN_INTEGER = 2**53 - 1  # the largest integer that every JSON reader keeps exactly
+PLAIN_INTEGER = 2**53 - 1  # exact in every JSON reader
 
 FilePosition = tuple[int, ...]
 """A position in a file, right after a document; () is the file's beginning.
@@ -115,10 +113,7 @@ Each format defines its numbers.
 
 @dataclass(slots=True, eq=False)
 class FileState:
-    """The part of a state that all documents of one file share.
-
-    ``input`` and ``file`` measure the progress, if it is known.
-    """
+    """The part of a state that all documents of one file share."""
 
     shared: ReaderState
     input: InputProgress | None = None
@@ -248,7 +243,7 @@ class Reading:
 
 @dataclass(slots=True)
 class ReaderStart:
-    """The start of one reader, and its record at the end.
+    """The start of one reader.
 
     Attributes:
         earlier: digest of each finished reader's input, in order.
@@ -313,7 +308,7 @@ Row = JsonObject
 
 
 class BadRow(NamedTuple):
-    """A line or row that cannot be read: the error, and the beginning of its text."""
+    """An unreadable line or row: the error, and the beginning of its text."""
 
     error: object
     begin: str = ""
@@ -454,10 +449,7 @@ def position_mismatch(problem: str, advice: str = "Restore it") -> CheckpointMis
 
 
 class InputFiles:
-    """The files that a reader reads, in order.
-
-    Information on a file (``infos``) is looked up once, when needed.
-    """
+    """The files that a reader reads, in order. Their ``infos`` are looked up once."""
 
     row_shard = ALL_ROWS
     """Index and count: the rank reads every ``count``-th row of these files, from ``index`` on."""
@@ -491,7 +483,7 @@ class InputFiles:
         return int(self.info(index)["size"] or 0)
 
     def size_for_people(self, index: int) -> int:
-        """Returns the size without storing it. Any thread may call this."""
+        """Stores nothing, so any thread may call this."""
         name = self.names[index]
         info = self._infos.get(name) or self._remote(self.folder.info, name)
         return int(info["size"] or 0)
@@ -507,7 +499,7 @@ class InputFiles:
             self._infos[self.names[index]] = info
 
     def fingerprint(self, index: int) -> str:
-        """Returns ``fingerprint`` of the file, or the hub's own hash, which costs no download."""
+        """Prefers the hub's own hash, which costs no download."""
         if is_on_hub(self.folder):
             hub_hash = self.info(index).get("blob_id")
             if hub_hash:
@@ -589,7 +581,7 @@ def path_of(folder: DataFolder, name: str) -> str:
 
 
 class InputDigest:
-    """Number, total size and XOR of the hashes of the files that were read to their end."""
+    """Number, total size and XOR of hashes of the finished files."""
 
     def __init__(self) -> None:
         self.files = 0
@@ -714,7 +706,7 @@ def check_reachable(folder: DataFolder) -> None:
 
 
 class InputFolder(DataFolder):  # type: ignore[misc]  # datatrove has no types
-    """A folder that lists only input, without internal and hidden files."""
+    """Lists no internal and hidden files."""
 
     cachable = False
 
@@ -723,7 +715,7 @@ class InputFolder(DataFolder):  # type: ignore[misc]  # datatrove has no types
         reader.data_folder = cls(reader.data_folder.path, reader.data_folder.fs)
 
     def glob(self, path: str, **options: object) -> dict[str, JsonObject]:
-        """Lists files by the pattern ``path``, without a pattern in the folder's own name."""
+        """Takes special characters in the folder's own name literally."""
         if not has_magic(self.path):
             return dict(super().glob(path, **options))
         matches = re.compile(glob_translate(path)).match
@@ -789,7 +781,7 @@ def list_input(reader: BaseDiskReader, afresh: bool = True, of_rank: bool = Fals
                 f"The name of the input file {os.fsencode(name)!r} in {folder.path} is not UTF-8. "
                 "Rename the file, and run the same command again."
             )
-    # A listing does not follow symbolic links: their type is "other".
+    # Listings show symbolic links as "other".
     infos = {name: listed[name] for name in names if listed[name]["type"] != "other"}
     inputs = InputFiles(folder, names, infos)
     for index, name in enumerate(names):
@@ -813,7 +805,7 @@ class FileProgress:
     """Converts positions in one file of an input to bytes.
 
     Attributes:
-        per: bytes for each unit of a position's first number; None: unknown.
+        per: bytes per unit of a position's first number; None: unknown.
         starts: share of the file before each group, from 0 to 1, with a last 1, if positions are
             group and row.
         lengths: rows of each group, as far as they are known.
@@ -866,7 +858,7 @@ class InputProgress:
             context_thread(self._measure, "datatrove-ckpt sizes")
 
     def _measure(self) -> None:
-        # The reader raises a better error when it opens the file.
+        # The reader raises a better error.
         with suppress(Exception):
             count = len(self.inputs.names)
             max_measured = _MEASURED if self._is_near else 50

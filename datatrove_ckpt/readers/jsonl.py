@@ -140,7 +140,7 @@ _SPREAD = "an object must be on one line (jq -c . FILE writes it so)"
 
 
 def _decode_media(media: Any) -> None:
-    """Decodes the base64 in datatrove's media objects, and leaves other values to the adapter."""
+    """Decodes base64, and leaves other values to the adapter."""
     for entry in media:
         if isinstance(entry, dict) and isinstance(entry.get("media_bytes"), str):
             try:
@@ -171,7 +171,7 @@ def _read_exactly(file: IO[bytes], count: int, name: str) -> bytes:
 
 
 def _read_parts(file: IO[bytes], name: str) -> Iterator[bytes]:
-    """Yields the content from the file's offset on, in parts that end with a line, or the file."""
+    """Yields parts that end with a line, or the file."""
     while part := file.read(PART_BYTES):
         if not part.endswith(b"\n"):
             line_end = read_line(file)
@@ -203,7 +203,7 @@ def _with_ends(data: bytes) -> list[bytes]:
 
 
 def _read_late_line_end(file: IO[bytes], offset: int) -> bytes:
-    """Reads the rest of a line end that was written after the line before ``offset`` was read."""
+    """Reads the rest of a line end that was written late."""
     file.seek(offset - 1)
     late = re.match(rb"[^\n](\n)|[^\r\n](\r\n?)", file.read(3))
     line_end = b""
@@ -214,11 +214,9 @@ def _read_late_line_end(file: IO[bytes], offset: int) -> bytes:
 
 
 class LineBlocks(BlockFile):
-    """A file as parts of about 1 MiB of whole lines.
-
-    The lines are counted once, and read again from the recorded offsets. A row is a line that is
-    not blank, even if it is damaged, which only parsing shows. A compressed file stays open, so
-    parts in order are decompressed once.
+    """Parts of about 1 MiB of whole lines. The lines are counted once, and read again from the
+    recorded offsets. A row is a line that is not blank, even if it is damaged, which only parsing
+    shows. A compressed file stays open, so parts in order are decompressed once.
     """
 
     def __init__(self, reader: JsonlReader, name: str) -> None:
@@ -368,7 +366,7 @@ class LineBlocks(BlockFile):
 
 
 def _count_lines(part: bytes) -> int:
-    """Splits only parts with blank lines or carriage returns, because few files have any."""
+    """Splits only the few parts with blank lines or carriage returns."""
     data = np.frombuffer(part, dtype=np.uint8)
     firsts = data[np.flatnonzero(data[:-1] == ord("\n")) + 1]
     if b"\r" in part or data[0] <= ord(" ") or (firsts <= ord(" ")).any():
@@ -470,7 +468,7 @@ class BatchReader(JsonlReader):
 
 
 def _url_of(data: Row) -> object:
-    """Returns the path of a line's request; Azure's batch files omit /v1."""
+    """Azure's batch files omit /v1."""
     url = data.get("url")
     if url not in _URLS and f"/v1{url}" in _URLS:
         return f"/v1{url}"

@@ -123,7 +123,7 @@ def _compare_checkpoints(runner: RunnerPlan, skipped: list[int], dry_run: bool) 
 
 
 def _compare_markers(runner: RunnerPlan, folder: Path, skipped: list[int]) -> dict[int, str]:
-    """Returns the fault of each marker that must be removed, by rank."""
+    """Returns the faults of markers to remove, by rank."""
     plan = runner.plan
     step = runner.step
     identity = runner.identity

@@ -204,8 +204,7 @@ _CONTENT = b"datatrove-ckpt"
 
 
 def probe_object(folder: DataFolder) -> Finding:
-    """Uploads an object to a datatrove ``DataFolder``, compares its size as a run does, and deletes
-    it.
+    """Uploads an object, compares its size, and deletes it.
 
     Raises:
         RemoteFailed: the upload failed, or the object has a wrong size.
@@ -267,7 +266,7 @@ _ON_ONE_NODE = (
 def check_local(
     folder: Path, moves: bool, mirrored: bool = False, is_output: bool = False
 ) -> Iterator[Finding]:
-    """Checks a folder. ``moves``: tasks may restart on other nodes."""
+    """``moves``: tasks may restart on other nodes."""
     yield _try_locally(folder)
     kind = file_system(folder)
     text = f"{kind.name}. {kind.concern}".rstrip()
@@ -305,10 +304,7 @@ def _try_locally(folder: Path) -> Finding:
 
 
 def check_room(folder: Path) -> Finding:
-    """Compares free bytes with the least that a run needs.
-
-    The probe notices a quota that is used up, and a file system without free inodes.
-    """
+    """The probe notices a used quota, and a file system without free inodes."""
     status = os.statvfs(existing_part(folder))
     free = status.f_bavail * status.f_frsize
     text = f"{byte_size(free)} free."
@@ -341,9 +337,7 @@ def check_remote(location: str | DataFolder) -> Iterator[Finding]:
 
 
 def check_hub(plan: RunPlan) -> None:
-    """Checks that tasks may write to their output folders on the hub, and makes missing
-    repositories.
-    """
+    """Checks write access on the hub, and makes missing repositories."""
     for runner in plan.runners:
         writer = runner.step.output_writer
         hub = HubFolder.of(writer.output_folder)
@@ -359,10 +353,7 @@ def check_access_of(runner: RunnerPlan, hub: HubFolder) -> str:
 
 
 def check_environment(plan: RunPlan) -> Iterator[Finding]:
-    """Checks settings, folders and input of a job, and what its servers need.
-
-    For doctor, it also tries the folders, reads the first documents and contacts the endpoints.
-    """
+    """Checks a job. For doctor, it also tries folders and endpoints, and reads documents."""
     yield from run_check("pipeline", check_steps, plan)
     yield from run_check("pipeline", plan.check_executor)
     yield from run_check(setting_name("logging_dir"), _check_logging_dir, plan)
@@ -380,7 +371,7 @@ def check_environment(plan: RunPlan) -> Iterator[Finding]:
             continue
         runner = runners[index]
         yield from run_check(f"{place}input", _check_prompt, runner, sample)
-        # Cluster jobs may have what is missing here.
+        # Cluster jobs may have more.
         if plan.for_doctor or (plan.is_local and plan.incomplete()):
             for config in runner.step.models.values():
                 subject = f"{place}{config.server_name('server')}"
@@ -431,10 +422,7 @@ def _check_prompt(runner: RunnerPlan, sample: list[Document]) -> Iterator[Findin
 
 
 def _check_server(runner: RunnerPlan, config: InferenceConfig) -> Iterator[Finding]:
-    """Checks that a server's packages are installed and its key is set. Starts no server.
-
-    For doctor, it also requests the models of endpoints.
-    """
+    """Checks packages and the key. For doctor, it also requests the models of endpoints."""
     as_jobs = runner.plan.as_jobs
     is_endpoint = config.server_type == "endpoint"
     is_ready = True
@@ -569,11 +557,7 @@ _TRIED_FILES = 3
 
 
 def check_input(reader: BaseReader, plan: RunPlan, sample: list[Document]) -> Iterator[Finding]:
-    """Reads the first documents with a copy of the reader, and checks that each task has some.
-
-    Args:
-        sample: a list that gets these documents, unless it has some.
-    """
+    """Reads the first documents with a copy of the reader into ``sample``, unless it has some."""
     tasks = plan.tasks
     if plan.waits:
         yield Finding("ok", "readable", "is not read: another executor will create it.")
@@ -666,7 +650,7 @@ def refuse_input(plan: RunPlan, index: int, step: object) -> None:
 
 
 def list_files(setting: str, reader: BaseDiskReader) -> InputFiles:
-    """Lists the input of a reader.
+    """Lists an input.
 
     Raises:
         ConfigError: the folder is missing, no file matches, or a package for a compression is
@@ -700,7 +684,7 @@ def list_files(setting: str, reader: BaseDiskReader) -> InputFiles:
 def _read_some(
     reader: BaseDiskReader, files: int, collected: list[Document], refused: dict[int, NoDocuments]
 ) -> None:
-    """Adds the first documents, file after file, and the files without documents to ``refused``.
+    """Adds the first documents, and the files without documents to ``refused``.
 
     Each file is read as a rank, because a reader continues through files in which no line fits its
     ``text_key``.

@@ -198,7 +198,7 @@ def layouts(runner: RunnerPlan) -> list[JsonObject]:
 
 
 def _sampled_tokens(root: Path | None) -> list[int]:
-    """Returns the tokens of each answer of the newest sample that has some, with its prompt's."""
+    """Returns tokens of answers, with their prompts', from the newest sample."""
     if root is None:
         return []
     for sample in reversed(layout.sample_folders(root)):

@@ -247,7 +247,7 @@ def _plain(field: Any) -> Any:
 
 
 def _write(query: Query, tables: Tables, folder: Path) -> tuple[str, int]:
-    """Returns a digest of the rows, and their number."""
+    """Returns digest and number of the rows."""
     number = rows = 0
     with _rows(query, tables, f"{folder}/.spill") as found:
         groups = found.to_arrow_reader(_GROUP)

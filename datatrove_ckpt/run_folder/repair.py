@@ -67,7 +67,7 @@ class RankRepair:
     """The repair of one rank.
 
     Attributes:
-        original: the log as it was read; None: it is damaged.
+        original: the log; None: it is damaged.
         not_redoable: chunks that would not end where the next chunk starts, so they stay.
         dead_letter_ranges: ranges of bytes in the dead letters file without a commit to keep.
     """
@@ -89,7 +89,7 @@ class RankRepair:
 
 
 def plan_rebuild(rank: RankSummary) -> RankRepair:
-    """Returns what to do with a rank whose log is damaged.
+    """Plans the repair of a damaged log.
 
     Raises:
         CheckpointError: nothing can be done.
@@ -111,7 +111,7 @@ def plan_rebuild(rank: RankSummary) -> RankRepair:
 
 
 def plan_redo(rank: RankSummary, to_redo: set[int]) -> RankRepair:
-    """Returns what to do with a rank whose log is whole.
+    """Plans the repair of a whole log.
 
     Raises:
         CheckpointError: nothing can be done.
@@ -147,7 +147,7 @@ def _gaps(rank: RankSummary, commits: dict[int, Commit]) -> Iterator[tuple[range
 
 
 def _foreign_dead_letters(rank: RankSummary, commits: list[Commit]) -> Iterator[tuple[int, int]]:
-    """Yields the ranges of bytes of dead letters that belong to no commit to keep."""
+    """Yields ranges of dead letters without a commit to keep."""
     start = 0
     for commit in commits:
         data = b"".join(rank.dead_letters(start, commit.dead_letters_size))
@@ -171,8 +171,7 @@ class RepairPlan:
     """The repair of a run.
 
     Attributes:
-        unrepaired: the problems that stay.
-        foreign: the problems of output files that may be another run's, and stay.
+        foreign: problems of output files that may be another run's.
     """
 
     logging_dir: str | None = None
@@ -251,7 +250,6 @@ def make_plan(report: VerifyReport, logging_dir: str | None) -> RepairPlan:
         if not _can_redo(problem)
         and (problem.root, problem.rank, problem.chunk_index) not in redone
     ]
-    # Without an owner, or in another folder than the checkpoint's.
     if report.recorded != report.folder.resolve_paths("") or not is_owned(report):
         plan.foreign = [problem for problem in report.problems if problem.kind in REDO_KINDS]
     if logging_dir is not None:
@@ -296,9 +294,7 @@ def _plan_rank(
 
 
 def _advice_of_mirror(report: VerifyReport, rank: RankSummary) -> str:
-    """Returns how to restore a rank from the run's mirror, which is free; a rebuilt rank pays for
-    requests again.
-    """
+    """A rank from a mirror is free; a rebuilt rank pays for requests again."""
     begun = RunOrigin(report.checkpoints, None).recorded
     if begun is None or rank.root:
         return ""

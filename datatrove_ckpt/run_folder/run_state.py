@@ -1,4 +1,4 @@
-"""RunState: the state of a run, printed by ``status`` and drawn by ``report``.
+"""The state of a run, printed by ``status`` and drawn by ``report``.
 
 Times are Unix seconds, durations seconds, rates per second; None is unknown.
 
@@ -88,7 +88,7 @@ class RunSums(RunNumbers):
     """The numbers of a rank now, and sums over ranks.
 
     Attributes:
-        rates: rates of the last minutes, while it runs.
+        rates: of the last minutes, while it runs.
         as_of: time of the last line of a lost rank, or of a rank that runs for a second or longer
             and is not silent; else None. Of several ranks the oldest, of running ranks if any.
         time_left: seconds at the present rate; None if the end of the input is not known, if
@@ -108,7 +108,7 @@ class RankStatus(RunSums):
     Attributes:
         root: "" or its retry of dead letters, such as "retry-00001".
         has_rate: ``rates`` cover at least five minutes, so that they can be compared.
-        last_word: time of the last change of any of its files.
+        last_word: last change of any of its files.
         last_change: time of its last change to journals or commits, if it runs, or its last
             attempt has no end line; else 0.
         holder: host and pid of the process that has its lock.
@@ -148,7 +148,7 @@ class RankStatus(RunSums):
 
     @property
     def process(self) -> str:
-        """The process that works on it, or was the last to: "pid 42 on node7, Slurm job 17_5"."""
+        """The current or last process: "pid 42 on node7, Slurm job 17_5"."""
         last = self.attempt or AttemptSummary(0, 0.0, 0.0)
         if self.holder is None:
             return f"pid {last.pid} on {last.place}"
@@ -158,7 +158,7 @@ class RankStatus(RunSums):
 
 @dataclass(slots=True)
 class Totals(RunSums):
-    """Sums over the ranks of a run, or over its retries of dead letters.
+    """Sums over ranks, or over retries of dead letters.
 
     Attributes:
         total_is_estimated: inputs of ranks without a start count as the mean of the other inputs.
@@ -180,8 +180,7 @@ class RunState:
     """The whole run.
 
     Attributes:
-        command: resumes the run; "" if it is not known.
-        newest: time of the newest change that was seen.
+        command: resumes the run; "" if unknown.
         tasks: number of ranks of the run; 0: unknown.
         gone: missing ranks that had committed chunks.
         limits: limits of the last start; none if they are not known here.
@@ -264,7 +263,7 @@ class RunState:
 
     @property
     def is_at_work(self) -> bool:
-        """Whether a task runs, or a process is between two tasks."""
+        """Includes a process between two tasks."""
         return any(rank.state == "running" for rank in self.all_ranks) or any(
             worker.is_alive for worker in self.workers
         )
@@ -299,7 +298,7 @@ _KEYS = [
 
 
 def to_json(state: RunState) -> bytes:
-    """Returns the JSON of ``status --json``. docs/status.md explains it."""
+    """Returns the JSON that docs/status.md explains."""
     fields = {
         "version": 2,  # new keys do not change it
         **{key: getattr(state, key) for key in _KEYS},
@@ -511,7 +510,7 @@ def rank_state(ledger: RankSummary, now: float, copied_at: float | None) -> Rank
             rank.as_of = last.at
     else:
         _judge_ended(rank, attempt, now)
-    if rank.state in ("lost", "running") and not rank.is_copy:  # it worked until then at least
+    if rank.state in ("lost", "running") and not rank.is_copy:  # at least until then
         rank.last_change = min(now, ledger.written)
     words = (recent.last_at or 0.0, rank.last_commit or 0.0, rank.last_change)
     rank.last_word = max(words) or None
@@ -594,7 +593,7 @@ def find_slow(ranks: Sequence[RankStatus]) -> None:
         and rank.has_rate
         and not rank.wait.all_started
     ]
-    # Few documents or seconds show chance or the start of servers.
+    # Few documents or seconds show chance.
     speeds = [
         _speed(rank.work, rank.seconds)
         for rank in ranks
@@ -620,7 +619,7 @@ def _speed(done: Processed | WorkCounts, seconds: float = 1.0) -> tuple[float, f
 
 # all ranks of a run ------------------------------------------------------------------------------
 
-# Limit for all ranks together: large files of many ranks are estimated.
+# Limit for all ranks together.
 _BYTES = 1 << 24
 _MAX_BYTES = 1 << 23
 
@@ -649,7 +648,7 @@ def read_run_state(location: RunLocation, now: float | None = None) -> RunState:
         with suppress(OSError, ValueError):
             logs = Path(location.logging_dir)
             command, _, started_in = (logs / COMMAND_FILE).read_text().partition("\n")
-            # The run folder was moved or copied since.
+            # The folder was moved or copied.
             if started_in and not (Path(started_in).exists() and logs.samefile(started_in)):
                 elsewhere = without_flag(shlex.split(command), "--run-folder")
                 command = shlex.join([*elsewhere, "--run-folder", str(logs.parent)])

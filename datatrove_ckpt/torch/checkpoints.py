@@ -64,8 +64,8 @@ from datatrove_ckpt.torch.watched_loader import note_use
 
 Writer = Callable[[Path], object]
 
-_POLL_SECONDS = 0.25  # how often ranks agree whether to save or to stop
-_POLL_STEPS = 32  # and at the latest after so many steps: they may get slower
+_POLL_SECONDS = 0.25  # between agreements of the ranks to save or stop
+_POLL_STEPS = 32  # at most: steps may get slower
 _RETRY_SECONDS = 60.0
 _CURVE_SECONDS = 600.0
 _HEARTBEAT_SECONDS = 30.0
@@ -247,7 +247,7 @@ class TrainingCheckpoints:
         """
         self._writing.join()
         if self._wait_for_copy() and self._copies and self._steps.manifests():
-            self._uploading.start(self._upload)  # once more, if the last copy failed
+            self._uploading.start(self._upload)  # a failed copy is tried again
             self._wait_for_copy()
         if self._steps.is_locked:
             self._history.write_curve()
@@ -362,7 +362,7 @@ class TrainingCheckpoints:
             since = -math.inf
             all_again = 0.0
         metrics = dict[str, float]()
-        if self._ranks.rank == 0:  # only this rank compares
+        if self._ranks.rank == 0:
             metrics = _numbers(arguments.get("metrics") or {})
         moment = policies.Moment(
             step,
@@ -490,7 +490,7 @@ class TrainingCheckpoints:
         self, own_input: Contents | None, states: sharded.States, alike: Contents, parts: Contents
     ) -> tuple[list[object], list[object], str]:
         outlines = {key: sharded.outline(state) for key, state in alike.items()}
-        for key, state in parts.items():  # stages of a pipeline name other parameters
+        for key, state in parts.items():  # names differ between stages
             outlines[key] = sharded.outline(state, sharded.VALUES)
         if not self._has_compared:
             outlines |= sharded.hashes(states)
@@ -551,7 +551,6 @@ class TrainingCheckpoints:
         self._steps.refuse_others(there)
 
     def _agree(self, call: Callable[[], object], name: StepName) -> bool:
-        """Returns whether all calls succeeded; if not, the save has failed."""
         errors = []
 
         def watched() -> None:
@@ -695,7 +694,6 @@ class TrainingCheckpoints:
         return [*dict.fromkeys(name.step for name in reversed(self._listed()))][::-1]
 
     def latest_step(self) -> int | None:
-        """Returns the newest step of ``steps``."""
         return next(reversed(self.steps()), None)
 
     def restore(
@@ -837,7 +835,7 @@ class TrainingCheckpoints:
     def _names(self) -> list[StepName]:
         if not self._is_owner:
             return []
-        with suppress(CheckpointLocked, StorageFailed):  # of a training that runs, this only reads
+        with suppress(CheckpointLocked, StorageFailed):  # another process has it: this reads
             self._steps.lock()
             if not self._has_claimed:
                 self._steps.unlock()
@@ -882,7 +880,7 @@ class TrainingCheckpoints:
             damage = next(filter(None, self._ranks.together(own_damage)), "")
             if damage:
                 return damage
-            # Nodes may have made the step apart, such as a node that was lost and is back.
+            # A node that was lost may have made the step apart.
             manifests = self._ranks.together(partial(self._steps.manifest, name))
             differs = len({manifest.get("save") for manifest in manifests}) > 1
             if not differs:
@@ -932,8 +930,8 @@ class TrainingCheckpoints:
         self._random_state = random_state()
 
     def restore_random(self) -> None:
-        """Sets the random generators once more as ``restore`` has set them, for a trainer that
-        draws numbers between ``restore`` and its first batch. Only the first call has an effect.
+        """Sets the random generators again, for a trainer that draws numbers between ``restore``
+        and its first batch. Only the first call has an effect.
         """
         if self._random_state:
             set_random_state(self._random_state)
@@ -951,10 +949,7 @@ class TrainingCheckpoints:
         reader: Writer | None = None,
         **states: object,
     ) -> int:
-        """Goes back to an older step, after a spike of the loss.
-
-        The older step with the input as chosen becomes the newest checkpoint at once, and steps
-        after it are removed.
+        """Goes back to an older step, which becomes the newest, and removes the steps after it.
 
         Args:
             to: the step; "best": the step with the best metric.
@@ -1068,7 +1063,7 @@ class _Task:
     def start(self, call: Callable[..., None], *arguments: object) -> None:
         if self._asynchronous:
             self._thread = threading.Thread(target=call, args=arguments, daemon=True)
-            with suppress(RuntimeError):  # a process that ends may start no threads
+            with suppress(RuntimeError):  # the process ends
                 self._thread.start()
                 return
             self._thread = None

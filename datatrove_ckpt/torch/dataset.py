@@ -76,7 +76,7 @@ RowBatch: TypeAlias = "pa.RecordBatch | list[Row | None]"
 
 
 def batch_rows(batch: RowBatch, numbers: Numbers) -> Sequence[Row | None]:
-    """Returns None for a damaged line."""
+    """A damaged line is None."""
     if isinstance(batch, list):
         return [row and json_row(row) for row in map(batch.__getitem__, numbers.tolist())]
     rows: list[Row] = [{} for _ in range(len(numbers))]
@@ -185,8 +185,6 @@ Parts: TypeAlias = "Iterator[tuple[Numbers, RowBatch, Numbers]]"
 
 
 class RowBatches:
-    """Rows of several tables or lists, one after the other."""
-
     def __init__(self, parts: Iterable[BlockRows]) -> None:
         self._batches: list[RowBatch] = []
         for part in parts:
@@ -204,7 +202,7 @@ class RowBatches:
 
 
 def owned(table: pa.Table) -> pa.Table:
-    """Copies a slice, which else keeps the whole table in memory."""
+    """Copies a slice, which would keep the table in memory."""
     # One chunk alone would not be copied.
     return pa.concat_tables([table, table.slice(0, 0)]).combine_chunks()
 
@@ -245,7 +243,7 @@ class InputIndex:
         )
         number = len(self._inputs.names)
         samples = "\n".join(map(self._inputs.sample, range(number)))
-        kind = "tags"  # the ETags of remote files, which cost nothing
+        kind = "tags"  # ETags cost nothing
         if self._inputs.folder.is_local():
             kind = "bytes"
         self.state: ReaderState = {
@@ -289,7 +287,7 @@ class _Loaded:
 
 @dataclass(eq=False)
 class RowSource:
-    """Rows of an order. Holds only the open window of each share that it reads."""
+    """Holds only the open window of each share that it reads."""
 
     index: InputIndex
     _order: EpochOrder
@@ -307,7 +305,7 @@ class RowSource:
         return samples
 
     def by_column(self, shares: Numbers, rows: Numbers) -> dict[str, list[object]]:
-        """Returns none if a row is damaged, or rows have other columns."""
+        """Is empty if a row is damaged, or columns differ."""
         places = []
         parts = []
         for positions, part, row_numbers in self._parts(shares, rows):
@@ -338,7 +336,7 @@ class RowSource:
     def _load(self, share: int, number: int) -> None:
         if share in self._open and self._open[share].number == number:
             return
-        self._open.pop(share, None)  # frees its memory before the next window is read
+        self._open.pop(share, None)  # frees its memory first
         window = self._order.shares[share].window(number)
         # In the order of the files, so that a large row group is decoded once.
         read = np.argsort(window.pieces.block, kind="stable")
@@ -351,8 +349,7 @@ class RowSource:
         start_in_window = np.cumsum(count) - count
         start_in_loaded = np.empty_like(count)
         start_in_loaded[read] = np.cumsum(count[read]) - count[read]
-        # Files are read in their own order: this leads from a row's place in the window to its
-        # place in what was loaded.
+        # From a row's place in the window to its place in what was loaded.
         offsets = start_in_loaded - start_in_window
         self._open[share] = _Loaded(number, window, RowBatches(parts), offsets)
 
@@ -526,9 +523,8 @@ class Epoch(Iterator[object]):
                 yield {name: _column(of[low : low + size]) for name, of in columns.items()}
 
     def _substitute_for(self, number: int) -> JsonObject | None:
-        """Returns a substitute for a damaged row of the worker, by its number.
-
-        If ranks must be even, this is the worker's next row, so it depends on the order alone.
+        """If ranks must be even, this is the worker's next row, so it depends on the order
+        alone.
         """
         is_even = self._dataset._even is not None
         if not self._skipped:
@@ -539,7 +535,7 @@ class Epoch(Iterator[object]):
         self._skipped += 1
         if not is_even:
             return None
-        # A copy, so that the windows of the source stay open.
+        # A copy keeps the windows of the source open.
         source = replace(self._source, _open={})
         total = self._count
         for low in (*range(number + 1, total, self._chunk), *range(0, number, self._chunk)):
@@ -549,8 +545,8 @@ class Epoch(Iterator[object]):
         raise InputError(f"None of the {total} rows of {self._slot} is a JSON object.")
 
 
-# Stages change the samples. Workers get them pickled. They are no generators: an error of the
-# user's function would end a generator, and the rest of the epoch would be missing.
+# Workers get stages pickled. They are no generators: an error of the user's function would end a
+# generator, and the rest of the epoch would be missing.
 Stage = Callable[[Iterator[Any]], Iterator[Any]]
 
 

@@ -137,7 +137,7 @@ class OpenWindow:
     shuffled: bool
 
     def locate(self, rows: Numbers) -> tuple[Numbers, Numbers]:
-        """Returns the pieces of these rows of the order, and the rows' places in the window."""
+        """Returns the rows' pieces and places."""
         places = self.order[rows]
         return np.searchsorted(np.cumsum(self.pieces.rows), places, side="right"), places
 
@@ -211,12 +211,12 @@ class EpochOrder:
 
 
 def distinct(numbers: Numbers) -> Numbers:
-    """Returns the distinct numbers, which are small. np.unique takes 20 times as long."""
+    """Returns distinct small numbers. np.unique takes 20 times as long."""
     return np.flatnonzero(np.bincount(numbers))
 
 
 def order_by_rows(table: BlockTable, seed: int | None, epoch: int, window: Window) -> EpochOrder:
-    """Makes an order for all topologies. ``seed`` None: the order of the input, in one share."""
+    """``seed`` None: the order of the input, in one share."""
     if seed is None:
         return EpochOrder([_in_order(table, table.used)])
     salt = hashed(seed, epoch)
@@ -308,7 +308,7 @@ def shuffled_blocks(table: BlockTable, blocks: Numbers, salt: int) -> Numbers:
 
 
 def _in_turns(pieces: Pieces, files: Numbers, order: Numbers, salt: int) -> Numbers:
-    """Each turn has one row of each of the files with equal numbers of rows, in any order."""
+    """Each turn has one row of each of the equally long files."""
     numbers, of_file = np.unique(files[pieces.block], return_inverse=True)
     file = np.repeat(of_file, pieces.rows)
     by_file = order[np.argsort(file[order], kind="stable")]
@@ -379,9 +379,7 @@ class Topology:
 
     @property
     def slots(self) -> int:
-        """Workers are numbered in turn: all ranks' first workers, then all ranks' second
-        workers.
-        """
+        """All ranks' first workers come first, then all second workers."""
         return self.ranks * self.workers
 
     def of_rank(self, rows: int, rank: int, even: Even) -> int:
@@ -448,9 +446,7 @@ class RemainingPositions:
             self.rows = len(holes) + max(0, self.rows - consumed._end)
 
     def positions(self, places: Numbers) -> Numbers:
-        """Returns the positions in the epoch of these places in the remaining list, which repeats
-        after its end.
-        """
+        """Returns the positions of places in the remaining list, which repeats."""
         result = places % max(1, self.rows)
         for holes, end in reversed(self._steps):
             beyond = end + result - len(holes)

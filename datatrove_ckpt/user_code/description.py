@@ -287,7 +287,7 @@ USED = "uses."
 
 
 class CodeDescription(NamedTuple):
-    """The description of the user's code.
+    """Describes the user's code.
 
     Attributes:
         notes: location of each field's code, and the names that lead to it.
@@ -316,7 +316,7 @@ class NameBinding(NamedTuple):
 
 
 class _Walk:
-    """Follows names through the user's code, from its roots.
+    """Follows names from the roots.
 
     Args:
         triggers: words because of which hints and docstrings, or subclasses, are described.
@@ -459,7 +459,7 @@ class _Walk:
             for statement in source.statements
             if statement.file == root.file and line in statement.lines
         ]
-        if "<" in root.name and code is not None:  # one of the functions in a statement
+        if "<" in root.name and code is not None:
             numbers = [str(statement.number_of(code)) for statement in enclosing]
             self.bytecode[f"{root.label} function"] = " ".join([root.name, *numbers])
         if enclosing and (top == "<lambda>" or not source.bound(top)):
@@ -498,7 +498,7 @@ class _Walk:
         for statement in compared:
             self.words |= statement.words
             if statement.is_import and name:
-                continue  # ``_follow`` has resolved the names that are imported
+                continue  # ``_follow`` has resolved imports
             for mentioned in self._mentioned(statement):
                 last_name = mentioned[1] or Path(mentioned[0]).stem
                 self._go(mentioned, USED + last_name, (*route, last_name))
@@ -604,7 +604,7 @@ class _Walk:
                 for file in map(Path, islice(glob.iglob(pattern), 1000)):  # noqa: PTH207
                     try:
                         size = file.stat().st_size
-                    except OSError:  # removed, such as files of an ended process in /proc
+                    except OSError:  # removed, as in /proc
                         continue
                     if file.is_file() and 0 < size < 2**20:
                         yield file  # files of /proc have no size
@@ -635,7 +635,7 @@ class _Walk:
 
 
 def home(file: str) -> str:
-    """Returns the file of a statement. All cells of a notebook count as one file."""
+    """All cells of a notebook count as one file."""
     return NOTEBOOK if CELL.match(file) else file
 
 

@@ -24,9 +24,9 @@
     the server died of this request alone, after two other deaths    RequestPoisoned
     this process may open no more connections                        TooManyOpenFiles: the run stops
 
-Only the HTTP status decides, not a body, which may quote the document. Two exceptions: llama.cpp's
-500 for a text that is too long for an embedding counts as 413, and a 429 whose code is
-"insufficient_quota" or the like as 402.
+Only the HTTP status decides: a body may quote the document. Two exceptions: llama.cpp's 500 for a
+text that is too long for an embedding counts as 413, and a 429 whose code is "insufficient_quota"
+or the like as 402.
 
 Sleeps between attempts grow from 0.5 s to 30 s with full jitter, or last as long as Retry-After
 requires (at most 120 s, and never beyond the patience).
@@ -136,8 +136,8 @@ _TOO_LARGE = re.compile(
     rb"increase the physical batch "
     rb'size \(current batch size: \d+\)","type":"server_error"\}\}\s*'
 )
-# The codes of OpenAI, Moonshot and Z.ai in a 429 that only a payment ends. Inside a message that
-# quotes a document, quotes are escaped.
+# The codes of OpenAI, Moonshot and Z.ai in a 429 that only a payment ends. Quotes in a quoted
+# document are escaped.
 _LACKS_CREDIT = re.compile(
     rb'"(?:code|type)": ?"(?:insufficient_quota|billing_hard_limit_reached'
     rb'|exceeded_current_quota_error|1113)"'
@@ -145,7 +145,7 @@ _LACKS_CREDIT = re.compile(
 
 
 class ExchangeFailed(Exception):
-    """Reports that there is no response. ``kind``: "TimeoutError" after a timeout."""
+    """There is no response. ``kind``: "TimeoutError" after a timeout."""
 
     def __init__(self, details: str, kind: str = "") -> None:
         self.details = details
@@ -156,7 +156,7 @@ class ExchangeFailed(Exception):
 async def get(
     url: HiddenUrl, api_key: Secret | None, seconds: float, proxied: bool = False
 ) -> Response:
-    """Returns the response to one GET, whatever its status.
+    """Returns the response, whatever its status.
 
     Raises:
         ExchangeFailed: there is no response within ``seconds``.
@@ -283,8 +283,8 @@ _SHORTEST_REST = 1.0
 _SAY_AFTER = 3.0  # a reset connection or a single 503 is normal
 _SAY_FAILS_AGAIN = 600.0  # an endpoint with a limit fails each minute
 _WORKS = 60.0
-_ENOUGH = 50  # answers to others that show that a server works
-_ANSWERS_WITHIN = 1.0  # seconds for which a rejection waits for answers before a probe
+_ENOUGH = 50  # answers that show that a server works
+_ANSWERS_WITHIN = 1.0  # seconds before a probe
 _MOST_UNDECIDED = 8  # rejected requests that let others start before a probe
 _LOOK_SECONDS = 0.05
 _LIST_SECONDS = 10.0
@@ -301,11 +301,7 @@ def hang_after(longest: float) -> float:
 
 
 class Outage:
-    """The outage clock of one client.
-
-    Attributes:
-        hangs: seconds of an endpoint's unusual silence; 0 if it is not unusual.
-    """
+    """The outage clock of one client. ``hangs``: seconds of unusual silence, or 0."""
 
     def __init__(
         self, patience: float, clock: Callable[[], float] = time.monotonic, model: str = ""
@@ -321,9 +317,7 @@ class Outage:
         self._quiet = 0.0
         self._longest = 0.0
         self._prefix = f"{model}: " if model else ""
-        # Log lines belong to all ranks that share the servers.
         self._context = contextvars.copy_context()
-        # Infinite while requests are answered.
         self._since = self._next_line_at = math.inf
         self._is_shown = False
 
@@ -373,9 +367,7 @@ class Outage:
             self._next_line_at = since + _SAY_AFTER
 
     def failed(self, failure: RetryableError, oldest: Callable[[], float]) -> None:
-        """Counts a failure; raises ServerUnavailable if no request was answered for ``patience``
-        seconds.
-        """
+        """Raises ServerUnavailable if no request was answered for ``patience`` seconds."""
         self.begin(failure.unreachable, self.clock())
         waited = self.seconds
         if failure.server_is_limited and waited >= _WORKS and oldest() >= _WORKS:
@@ -420,11 +412,7 @@ class Outage:
 
 @dataclass(eq=False)
 class _ServerFailures:
-    """The failures of a request at a server that answers others.
-
-    Attributes:
-        answers: number of other requests that the server had answered before.
-    """
+    """A request's failures at a server that had given ``answers`` to others before."""
 
     answers: int
     since: float
@@ -528,11 +516,7 @@ class EndpointAccess(NamedTuple):
 
 
 class ModelServers:
-    """The servers of one model, shared by several ranks.
-
-    Args:
-        config: settings; ``max_concurrent_generations`` is the limit of all ranks together.
-    """
+    """The servers of one model. Ranks share ``config.max_concurrent_generations``."""
 
     def __init__(
         self, config: InferenceConfig, clock: Callable[[], float] = time.monotonic
@@ -583,7 +567,7 @@ class ModelServers:
         api_key: Secret | None,
         first_limit: int = FIRST_LIMIT,
     ) -> None:
-        """Sends requests to this URL from now on: a restarted server has a new port and key."""
+        """Sends requests to this URL, such as the new port and key of a restarted server."""
         for rank in target.ranks:
             rank.url = url
             rank.api_key = api_key
@@ -599,7 +583,7 @@ class ModelServers:
             rank.failures = 0
             rank.cooldown_until = 0.0
             rank.up = True
-        self.outage.ended()  # a restart is no time without answers
+        self.outage.ended()  # a restart is no outage
         self.router.admit(resized=True)
 
     def set_continuation(self, target: Target, continuation: Continuation | None) -> None:
@@ -689,10 +673,8 @@ def default_api(config: InferenceConfig) -> Api:
 
 
 class CompletionClient:
-    """Sends the requests of one rank to the servers of a model.
-
-    Attributes:
-        pausing: number of requests that wait for their next attempt.
+    """Sends a rank's requests to a model's servers. ``pausing``: requests before their next
+    attempt.
     """
 
     def __init__(
@@ -742,7 +724,7 @@ class CompletionClient:
 
     @property
     def must_be_answered(self) -> int:
-        """The number of requests in flight that would be paid for again after a stop."""
+        """Requests in flight that would be paid for again after a stop."""
         attempts = self._router.in_flight_of(self.sender)
         return sum(not attempt.request.continues for attempt in attempts)
 
@@ -837,9 +819,8 @@ class CompletionClient:
         body: AnyBody,
         api: Api,
     ) -> tuple[RequestClock, float]:
-        """Counts a failure. Returns the clock of the next attempt, which is new if a part was added
-        to a long answer, or if the answer is requested as a whole from now on, and the seconds of
-        the wait.
+        """Returns the clock of the next attempt, and the seconds of the wait. The clock is new if
+        the answer has grown, or is requested as a whole from now on.
         """
         half = request.half
         new = RequestClock(self.outage, self.outage.clock(), self.outage.answers, api.tiers)
@@ -856,9 +837,7 @@ class CompletionClient:
     async def _delay_after(
         self, error: RetryableError, target: Target, clock: RequestClock, body: AnyBody, api: Api
     ) -> float:
-        """Counts a failure, and waits while the request keeps its place. Returns the seconds of the
-        further wait.
-        """
+        """Waits while the request keeps its place. Returns the seconds of the further wait."""
         if not self._router.has_spent:
             self.outage.failed(error, self.servers.oldest_in_flight)
         max_attempts = self._config.request_max_attempts
@@ -887,11 +866,9 @@ class CompletionClient:
         api: Api,
         rejection: CkptError,
     ) -> None:
-        """Waits until another request shows whose fault a rejection is. Returns if the request must
-        be sent to another server.
-        """
+        """Waits for evidence about a rejection. Returns if another server must get the request."""
         answered = target.evidence.of(api)
-        # The model and the key of a server that we launched stay the same.
+        # Its model and key stay the same.
         is_own = self._config.server_type != "endpoint"
         if request.is_shared:
             raise rejection
@@ -935,9 +912,7 @@ class CompletionClient:
             raise rejection
 
     async def _probe(self, target: Target, body: AnyBody, api: Api) -> bool:
-        """Sends a probe if the last one is a minute old. Returns whether it was answered. A refusal
-        is kept in ``AnsweredRequests.refusal``.
-        """
+        """Probes at most once a minute. Returns whether the probe was answered."""
         evidence = target.evidence
         now = self.outage.clock()
         if now < evidence.probe_at or self.sender.shutdown.is_stopping:
@@ -1128,7 +1103,7 @@ class CompletionClient:
                     raise
                 half.is_refused = True
                 request.continues = False
-                # A rejection quotes its document, and would be logged for each.
+                # A rejection quotes its document.
                 status = getattr(error, "status", 0)
                 reason = f"HTTP {status}" if status else str(error)
                 warn_once(f"{target.url} cannot continue an answer: {reason}")

@@ -9,9 +9,6 @@ rests for ``QUIET`` seconds after each response that took ``SHORT`` seconds or l
 arrive by then, the response is dropped, and from then on no connection carries a second request. A
 response that comes even later is noticed if each answer has its own ``id``: it equals the response
 before it.
-
-The usual answer arrives in one piece, and costs a fraction: most of its header fields are those of
-earlier answers.
 """
 
 from __future__ import annotations
@@ -62,7 +59,7 @@ _FIELDS = _WAIT_FIELDS | {
     b"transfer-encoding",
 }
 
-_ONE_LENGTH = 1 << 32  # more than a length has, so that the sum shows how many there are
+_ONE_LENGTH = 1 << 32  # more than a length: the sum shows their number
 _USUAL_STATUS = (b"HTTP/1.1 200 OK", b"HTTP/1.1 200 ", b"HTTP/1.1 200")
 # A length, or a header field that is not read.
 _USUAL_FIELD = re.compile(
@@ -89,19 +86,19 @@ class Response(NamedTuple):
 
 
 class RemoteProtocolError(ConnectionError):
-    """Reports bytes that are no whole HTTP/1.1 response."""
+    """The bytes are no whole HTTP/1.1 response."""
 
 
 class UnreadableResponse(RemoteProtocolError):
-    """Reports a form that HTTP/1.1 does not have, or that this client does not support."""
+    """Not HTTP/1.1, or a form that this client does not support."""
 
 
 class _TunnelRefused(ConnectionError):
-    """Reports a proxy that answers CONNECT with 403 or 407, its first argument."""
+    """A proxy answered CONNECT with 403 or 407, the first argument."""
 
 
 class UnaskedBytes(RemoteProtocolError):
-    """Reports bytes without a request: the response may belong to another request."""
+    """Bytes without a request: the response may belong to another request."""
 
     def __str__(self) -> str:
         return "the server sent more than one answer to a request"
@@ -125,11 +122,8 @@ def usual_response(data: bytes) -> Response | None:
 
 
 class ResponseParser:
-    """Parses one response, in pieces of any size. Its public methods are ``feed``, ``end``,
-    ``response`` and ``close``; llhttp calls the others.
-
-    Attributes:
-        status: HTTP status; 0 until the header is complete.
+    """Parses one response, in pieces of any size. llhttp calls all methods but ``feed``, ``end``,
+    ``response`` and ``close``.
     """
 
     def __init__(self) -> None:
@@ -159,7 +153,7 @@ class ResponseParser:
         return body
 
     def feed(self, data: bytes) -> bool:
-        """Parses bytes. Returns whether the response is complete.
+        """Returns whether the response is complete.
 
         Raises:
             UnaskedBytes: more bytes follow the response.
@@ -219,7 +213,7 @@ class ResponseParser:
         coding = fields.get(b"transfer-encoding")
         length = fields.get(b"content-length")
         if status in (204, 304):
-            pass  # neither has a body, whatever the fields say
+            pass  # neither has a body
         elif coding is not None:
             if coding.lower() != b"chunked" or version == "1.0":
                 self._refuse(
@@ -283,11 +277,11 @@ def is_silent(descriptor: int) -> bool:
 
 
 class Stream(Protocol):
-    """Receives the body of a response with status 200 while it arrives."""
+    """Receives the body of a 200 while it arrives."""
 
     def feed(self, data: bytes) -> bool:
-        """Takes the next bytes. Returns whether the answer has grown, so that the time of the
-        request begins anew: a gateway may send comments while its server hangs.
+        """Returns whether the answer has grown, so that the request's time begins again: a gateway
+        may send comments while its server hangs.
 
         An error ends the request, and is raised to its sender.
         """
@@ -298,11 +292,7 @@ class ConnectTimeout(TimeoutError):
 
 
 class _Connection(asyncio.Protocol):
-    """A connection of a ``Transport``.
-
-    Attributes:
-        sent_at: loop time at which its request was sent.
-    """
+    """A connection that sent its request at loop time ``sent_at``."""
 
     def __init__(self, owner: Transport) -> None:
         self.usable = True
@@ -353,7 +343,7 @@ class _Connection(asyncio.Protocol):
         self._response = None
         if response is None or response.done():
             return
-        # Only the status decides; the body is only shown, and may be incomplete.
+        # Only the status decides: the body may be incomplete.
         if parser is not None and parser.status >= 300:
             response.set_result(parser.response())
         elif error is not None:
@@ -436,8 +426,6 @@ class _Connection(asyncio.Protocol):
 
 
 class _Tunnel(asyncio.Protocol):
-    """Reads a proxy's answer to CONNECT."""
-
     def __init__(self) -> None:
         self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._parser = ResponseParser()
@@ -515,8 +503,7 @@ class Transport:
         self._loop = asyncio.get_running_loop()
         self._closed = False
         self._idle: list[_Connection] = [] if beside is None else beside._idle
-        # Deadlines by connection. They are in order, because all have the same timeout, so a single
-        # timer is enough.
+        # Deadlines are in order, because all have the same timeout: a single timer is enough.
         self._in_flight: dict[_Connection, float] = {}
         self._timer: asyncio.TimerHandle | None = None
         # uvicorn's socket queues 2048 connections; the kernel retries others after 1 s.
@@ -572,7 +559,7 @@ class Transport:
             self._in_flight[connection] = self._loop.time() + self._timeout
 
     async def close(self) -> None:
-        """Closes every connection. Requests in flight fail with ``ConnectionAbortedError``."""
+        """Requests in flight fail with ``ConnectionAbortedError``."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -662,9 +649,7 @@ class Transport:
     # connections ---------------------------------------------------------------------------------
 
     def _take_idle(self) -> _Connection | None:
-        """Returns the most recently used connection, so that spare connections reach their idle
-        limit.
-        """
+        """Prefers the newest, so that spare connections reach their idle limit."""
         oldest = self._loop.time() - _KEEPALIVE_SECONDS
         while self._idle:
             connection = self._idle.pop()

@@ -1,7 +1,6 @@
 """Parses completions, as datatrove parses them.
 
-An unfinished completion raises ``RetryableError``: a dying server answers 200 with half a text. Odd
-values are corrected before they are cached.
+A dying server answers 200 with half a text, so an unfinished completion raises ``RetryableError``.
 
 Embeddings, classes and scores are parsed in the forms of all engines.
 
@@ -139,16 +138,13 @@ class RetryableError(Exception):
 
 
 class UnexpectedResponse(RetryableError):
-    """Reports an answer with status 200 that lacks the form of its API.
-
-    A server that has sent no other answer for ``seconds`` is refused.
-    """
+    """A 200 lacks the form of its API. After ``seconds`` of such answers the server is refused."""
 
     seconds = 0.0
 
 
 class NoFinishReason(UnexpectedResponse):
-    """Reports an answer without a finish_reason, which a server may send while it stops."""
+    """The finish_reason is missing: the server may be stopping."""
 
     seconds = 60.0  # Slurm kills after 30
 
@@ -159,10 +155,9 @@ class Api(NamedTuple):
     Attributes:
         path: path below the API's URL ("chat/completions"), or with a leading slash below the
             server's URL ("/tokenize").
-        name: name that separates equal payloads of different APIs.
+        name: separates equal payloads of different APIs.
         is_shared: whether a request may have texts of several payloads, as a list in ``input``.
-        tiers: values of ``service_tier``; attempts use the next tier if the server has no room for
-            long.
+        tiers: values of ``service_tier``; the next is used if the server has no room for long.
         lacks_model: whether the body has no model, because each endpoint has its own name for it.
     """
 
@@ -204,7 +199,7 @@ def parse_other(raw: bytes) -> Completion:
     failed = status in ("cancelled", "failed", "in_progress", "queued")
     if failed and answer.get("object") == "response":
         raise RetryableError(f"the answer's status is {status!r}")
-    # Id and time differ in each answer; in the output, they would make equal runs differ.
+    # In the output, id and time would make equal runs differ.
     return other_than_text(
         answer, {name: value for name, value in answer.items() if name not in ("id", "created")}
     )
@@ -574,7 +569,7 @@ def typed_api(name: str, path: str, count: int) -> Api:
 
 
 class Base64(str):
-    """A saved array, with its decoded form, because decoding is slow."""
+    """Keeps the decoded array, because decoding is slow."""
 
     __slots__ = ("values",)
     values: Floats
@@ -591,7 +586,7 @@ def to_base64(values: Floats, text: str | None = None) -> Base64:
 
 
 def from_base64(text: str) -> Floats:
-    """Returns the saved array, bit for bit and writable."""
+    """Returns a writable copy."""
     if isinstance(text, Base64):
         return text.values.copy()
     return np.frombuffer(bytearray(base64.b64decode(text)), _FLOAT32)

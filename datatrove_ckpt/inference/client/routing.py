@@ -10,13 +10,10 @@ Requests wait here, not at a server, so an outage uses up no attempts, and a dea
                  as long as no server is idle
     quarantined  requests that were in flight at two deaths of a server (``Quarantine``)
 
-An engine caches the prompts that it has processed, from their start, in blocks. So a request costs
-less at its homes.
-
 A request that was in flight at two deaths of a server runs apart from all others, on a server that
 first finishes its other requests. The request that was youngest at its first death runs first: a
-poisonous request usually kills soon. A death of one request alone is attributed to it, with its
-earlier deaths, and the other requests leave the quarantine.
+poisonous request usually kills soon. A death of one request alone is attributed to it, and the
+others leave the quarantine.
 
 Quarantined requests run in groups: first one request, then each answer makes room for one more, up
 to the square root of their peak number. If the server dies of a group, its members run alone.
@@ -70,9 +67,7 @@ class QuotaUse:
 
 
 class MinuteLimits:
-    """The limits of one endpoint.
-
-    All requests of a minute may be sent together: providers count per minute.
+    """The limits of one endpoint. Providers count per minute, so all requests may go together.
 
     Attributes:
         opens_at: monotonic time at which the next request may be sent; 0: now.
@@ -104,7 +99,7 @@ class MinuteLimits:
         self._count(sent, 1, tokens)
 
     def not_counted(self, sent: QuotaUse) -> None:
-        """Uncounts a request that was not sent, or was refused: providers do not count it."""
+        """Uncounts a request: providers do not count refused requests."""
         self._count(sent, 0, 0)
 
     def _count(self, sent: QuotaUse, requests: int, tokens: float) -> None:
@@ -132,7 +127,6 @@ class MinuteLimits:
 
 def limits_of(endpoint: EndpointConfig) -> MinuteLimits:
     """Returns the limits of an endpoint, which the next tasks and steps of this process share."""
-    # A thread has one event loop at a time, and its tasks run in turn.
     return _limits_in(threading.get_ident(), replace(endpoint, prices=None, weight=None))
 
 
@@ -193,12 +187,11 @@ class Sender:
     """A rank that sends requests to servers which it may share with other ranks.
 
     Args:
-        shutdown: the rank's shutdown. Once the rank stops, its requests are no longer sent.
-        order: priority; requests of the sender with the lowest order are sent first.
+        shutdown: the rank's shutdown.
+        order: priority; the lowest order goes first.
 
     Attributes:
-        undecided: number of documents that wait for a decision whose fault a rejection is, so that
-            others start.
+        undecided: number of documents that wait for a decision whose fault a rejection is.
         may_grow: whether ``on_change`` is also called when a target could take a request, and none
             waits.
     """
@@ -231,13 +224,13 @@ class Request:
     """The history of one request over all its attempts.
 
     Args:
-        order: priority; requests of the document with the lowest order are sent first.
+        order: priority; the lowest order goes first.
 
     Attributes:
         prefix_hashes: hashes of its leading texts; None before a router with several servers has
             received it.
         known_prefix: hash of the longest leading text that an earlier request had.
-        is_shared: whether several texts share it. It is divided before it fails.
+        is_shared: whether several texts share it.
         continues: whether what its attempt has received is kept if the attempt is cut off.
     """
 
@@ -291,11 +284,7 @@ class Request:
 
 
 class Attempt:
-    """An attempt to send a request.
-
-    Attributes:
-        lost: whether its server has died, so that its answer would be dropped.
-    """
+    """An attempt to send a request; ``lost`` if its server has died."""
 
     lost = False
     _handle: asyncio.Handle | None = None
@@ -337,17 +326,17 @@ class Target:
 
     Args:
         bit: bit of this server in sets of servers.
-        ranks: all ranks of this server, in their order. They share its process and its URL.
+        ranks: all ranks of this server, in their order.
         rank: number of this rank, as vLLM's header and metrics have it; "" if it is the only rank.
         attempts: attempts at all ranks of this server.
 
     Attributes:
-        name: name of an endpoint that each answer records; else "".
-        order: priority; requests go to the servers with the lowest order that have room.
+        name: name of an endpoint; else "".
+        order: priority; the lowest order with room goes first.
         virtual_time: counter that grows with each request, in inverse proportion to the weight.
-        pace: object that adapts the limit; None: the limit is fixed, or follows the metrics.
+        pace: adapts the limit; None: it is fixed, or follows the metrics.
         load: used share of its limit, or of its KV cache. At 1 it is full.
-        reserved: whether it serves quarantined requests, once the others are answered.
+        reserved: whether it serves quarantined requests.
         cooldown_until: time until which other servers get the requests, because requests failed.
         alive_at: time at which the server last worked, or got its first request after idling.
         accepted_at: start of the youngest attempt that it answered.
@@ -405,7 +394,6 @@ class Target:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it has used up its limits of this minute."""
         return self.limits is not None and self.limits.opens_at > time.monotonic()
 
     @property
@@ -448,7 +436,7 @@ class AdaptiveLimit:
         self._growth = 1.0
         self._max_limit = float(REQUESTS_WITHOUT_METRICS)
         self._halved_at = 0.0
-        self._is_proven = True  # a request that was sent after the halving was answered
+        self._is_proven = True  # an answer came since the halving
         self._was_refused = False  # the last request
         self._tokens = 0.0
         # Requests until the reset, requests that each reset adds, and the time of this knowledge.
@@ -486,7 +474,6 @@ class AdaptiveLimit:
         if sent_at > self._known_at + _TOGETHER:
             self._known_at = sent_at
             self._lowest = {}
-        # Without the answered request itself.
         since = self._known_at - _TOGETHER
         sent_later = sum(other.started_at >= since for other in self._target.attempts) - 1
         self._remaining = math.inf
@@ -525,8 +512,8 @@ TargetFuture: TypeAlias = "asyncio.Future[Target]"
 """The future of the target for a waiting request."""
 
 
-# The oldest waiting requests, which may go ahead of each other. The number of documents in work
-# exceeds the number of places by this, so that there is a choice.
+# The oldest waiting requests, which may go ahead of each other. So many more documents than places
+# are in work.
 WINDOW = 64
 # Load below which a server is idle, and takes requests whose homes have no place.
 _IDLE = 0.75
@@ -538,11 +525,7 @@ Waiting: TypeAlias = tuple[int, int, int, Request, TargetFuture]
 
 
 class Availability:
-    """Finds the servers that have a place for a request now.
-
-    Attributes:
-        opens_at: time at which a server that has used up its limits has room again.
-    """
+    """Finds the servers that have a place now, or the time at which limits open again."""
 
     __slots__ = ("_free", "_idle", "_usable", "best", "opens_at")
 
@@ -724,7 +707,7 @@ class Router:
             self.admit()
 
     def admit(self, resized: bool = False) -> None:
-        """Assigns servers to waiting requests. ``resized``: limits of servers have changed."""
+        """Assigns servers to waiting requests. ``resized``: after a change of limits."""
         if resized:
             for target in self.targets:
                 target.add_in_flight(0)
@@ -865,7 +848,7 @@ class Router:
         is_reserved = quarantine.has_waiting() or in_flight > 0
         for rank in reserved.ranks:
             rank.reserved = is_reserved
-        # The server has answered its other requests when only quarantined requests are in flight.
+        # The server has answered the others when only quarantined requests are in flight.
         others = in_flight - quarantine.in_flight
         while not others and quarantine.has_room() and self.in_flight < self._limit:
             request, future = quarantine.start_next()

@@ -4,8 +4,8 @@ A rank calls ``ServerHost.lend``. ``ServerSupervisor`` keeps each launched serve
 restarts a server that dies or hangs. External servers are only checked: they must answer before the
 first request.
 
-Datatrove's executors, Jobs, and pipelines with several runners run ranks in turn, each with its own
-event loop and ``ServerHost``. With ``reuse_servers``:
+Executors and pipelines with several runners run ranks in turn, each with its own ``ServerHost``.
+With ``reuse_servers``:
 
     a rank's end                    its servers become warm (``RankModels.keep``), if the rank
                                     succeeds (``one_rank``)
@@ -100,10 +100,8 @@ from datatrove_ckpt.process.shutdown import Shutdown, end_tasks, wait_until_canc
 
 @dataclass(frozen=True)
 class Metrics:
-    """An engine's metrics at one moment, of one data-parallel rank, or the sums of all.
-
-    Attributes:
-        cache_tokens: number of tokens that the KV cache holds; 0: it is not shown.
+    """An engine's metrics at one moment. ``cache_tokens``: size of the KV cache; 0: it is not
+    shown.
     """
 
     running: float
@@ -170,7 +168,7 @@ async def _read_page(target: Target, all_names: Sequence[MetricNames], seconds: 
     /metrics/, not at /metrics. Other servers, and several API processes, show nothing there.
     """
     page = ""
-    with suppress(ExchangeFailed):  # it would not answer a second request in time, either
+    with suppress(ExchangeFailed):  # a second request would fail, too
         if target.restricts_metrics:
             query = [("name[]", name) for names in all_names for name in names.shown]
             page = await _get_text(target, "/metrics", seconds, query)
@@ -237,8 +235,7 @@ async def count_ranks(url: HiddenUrl, api_key: Secret | None, probe: HealthProbe
 # At most twice the target waits, even if the engine runs a single request at a time.
 _LEAST_TARGET = FIRST_LIMIT // 2
 _USUAL_SAMPLES = 5
-# More at first are no faster, and documents with several requests would push each other's prompts
-# out of the cache.
+# More are no faster, and would push each other's prompts out of the cache.
 _MOST_AT_FIRST = 4 * FIRST_LIMIT
 _USUAL_PROMPT = 4096  # tokens
 _SAMPLE_SECONDS = 0.25
@@ -250,7 +247,7 @@ class Admission:
     """Decides the number of requests in flight for ``max_concurrent_generations: auto``.
 
     An engine is busiest when a few requests always wait in its own queue; further requests would
-    only be lost with a dead server. So the limit follows the engine's metrics.
+    only be lost with a dead server.
 
     - All requests on the way to the queue, or back, may reach the queue together. So only requests
       that are always on the way count as normal, and the limit grows by at most ``target`` per
@@ -360,10 +357,7 @@ async def adapt_admission(
 
 
 async def follow_endpoint(target: Target, router: Router) -> None:
-    """Adapts a target's limit to its engine, if /metrics has the names of an engine.
-
-    Some names appear with the first request. So the page is read until an answer has come.
-    """
+    """Adapts a target's limit to its engine's metrics. Some names appear with the first answer."""
     looks = 0
     all_names = [engine.metrics for engine in ENGINES.values() if engine.metrics is not None]
     while True:
@@ -392,11 +386,11 @@ class EndpointProbe:
     """The answer of an endpoint to GET /v1/models.
 
     Attributes:
-        cause: cause of a failure; "" if the endpoint can be used.
+        cause: "" if the endpoint can be used.
         refused: whether it refuses the key, or speaks http where the URL has https, or https where
             it has http.
         api: the URL, or its /v1; None if the API is not known yet.
-        is_absent: whether the connection was refused, so that nothing listens there.
+        is_absent: whether the connection was refused: nothing listens.
     """
 
     url: str
@@ -548,7 +542,7 @@ Replicas = list[InferenceServer]
 _lock = threading.RLock()
 _warm: dict[str, tuple[str, Replicas]] = {}
 """Hash of ``server_settings`` and servers, by the model's name."""
-_of_parents: list[object] = []  # Python warns of a collected object of a running process
+_of_parents: list[object] = []  # Python warns of a collected running process
 
 
 def _forget() -> None:
@@ -639,8 +633,7 @@ def _take_all() -> dict[str, tuple[str, Replicas]]:
 class RankModels:
     """Provides a rank's models with the servers of the rank before, or leases for new servers.
 
-    All models are served together: two ranks that each hold the GPUs of one model would wait for
-    each other.
+    All models are served together: ranks that each hold some GPUs would wait for each other.
 
     Args:
         keeps: whether servers may come from the rank before, and stay for the next rank.
@@ -655,9 +648,7 @@ class RankModels:
         self._leases: dict[str, list[GpuLease]] | None = None
 
     async def get(self, config: InferenceConfig) -> tuple[Replicas, list[GpuLease]]:
-        """Returns servers of the rank before, or leases for new servers. The caller must close
-        them.
-        """
+        """Returns warm servers, or leases for new servers. The caller must close them."""
         async with self._lock:
             if self._leases is None:
                 self._leases = await self._find()
@@ -762,8 +753,7 @@ class ServerSupervisor:
             self.model_servers.router.divide(self.target, ranks)
         limit = FIRST_LIMIT
         if self.config.follows_metrics:
-            # Known before the first request: servers whose limits differ for a moment would get
-            # requests whose prefix others have.
+            # Before the first request: else servers would get requests whose prefix others have.
             self.target.url = url
             self.target.api_key = self.server.api_key
             limit = await first_limit(self.target, self.config.engine.metrics)
@@ -788,7 +778,7 @@ class ServerSupervisor:
             self._tell("death", cause)
             await self.model_servers.disconnect(self.target)
             if self.shutdown.is_stopping:
-                # A cluster also signals the server, which may end before us.
+                # A cluster also signals the server.
                 logger.info(f"{self._name} has ended. It is not restarted, because the run ends.")
                 await wait_until_cancelled()
             logger.warning(
@@ -846,7 +836,6 @@ class ServerSupervisor:
         allowed = self.config.server_max_restarts
         while self._recent_restarts and self._recent_restarts[0] < now - _RESTART_WINDOW_SECONDS:
             self._recent_restarts.popleft()
-        # The request is a dead letter now, so the next start should work.
         if self._death.attributed:
             self._death = ServerDeath("")
             return retrying.RESTART.first
@@ -901,8 +890,7 @@ class ServerSupervisor:
         return tokens
 
     async def probe(self, since: float, until_proof: bool) -> None:
-        """Returns when the server is known to be alive. If it is dead, the waiting attempts are
-        aborted.
+        """Returns when the server is known to be alive. Aborts attempts if it is dead.
 
         A vLLM that received SIGTERM answers 500 to new requests, and reports itself healthy. So the
         proof of health is an answer to an attempt that started after ``since``, or a server that
@@ -955,7 +943,6 @@ async def launched_servers(
             on_launch = head.start_workers
         servers, leases = await models.get(config)
         for server in servers:
-            # Settings that are not in the command may differ from the earlier rank's.
             server.config = config
             server.rank = rank
         servers = servers or [
@@ -1026,7 +1013,7 @@ Watch = Callable[[], Awaitable[None]]
 
 
 def check_servers(config: InferenceConfig) -> None:
-    """Checks that the model file, the packages and the key are here. Starts and sends nothing.
+    """Checks the model file, the packages and the key. Starts and sends nothing.
 
     Raises:
         ConfigError, ServerStartFailed: something is missing; the message names it.
@@ -1067,7 +1054,7 @@ async def _connected(servers: ModelServers, is_new: bool) -> AsyncIterator[Watch
         for target in servers.router.servers:
             following.append(asyncio.create_task(follow_endpoint(target, servers.router)))
     try:
-        yield wait_until_cancelled  # a failure of these servers shows in their answers
+        yield wait_until_cancelled  # failures show in the answers
     finally:
         await end_tasks(*following)
 
@@ -1086,7 +1073,7 @@ class _Running:
 
 
 class ServerHost:
-    """Starts the servers of a model when the first rank needs them, and stops all at its end.
+    """Starts a model's servers for the first rank, and stops all at its end.
 
     Attributes:
         media: limit on the bytes of media of all documents in work.
@@ -1100,7 +1087,7 @@ class ServerHost:
         self._models = RankModels(configs, keeps)
         self._ends_well = asyncio.Event()
         self._running: dict[str, _Running] = {}
-        # Servers outlive the rank that starts them: their log lines belong to all ranks.
+        # Log lines of servers belong to all ranks.
         self._context = contextvars.copy_context()
 
     @property
@@ -1118,8 +1105,7 @@ class ServerHost:
         sender: Sender,
         is_new: bool = False,
     ) -> AsyncIterator[tuple[CompletionClient, Awaitable[Watch]]]:
-        """Yields a client of one model's servers, and an awaitable that returns their watch once
-        they are ready.
+        """Yields a client of one model's servers, and an awaitable of their watch.
 
         Args:
             is_new: whether no request of the run has been answered yet.

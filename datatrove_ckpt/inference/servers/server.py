@@ -10,8 +10,8 @@ each task its own GPUs, but LocalPipelineExecutor starts several ranks that all 
 it, each server holds a file lock per GPU. Its processes inherit the lock, which becomes free when
 the last process has ended and freed its memory.
 
-A server can be started again after ``stop``, with another port and another key. It belongs to no
-event loop: a rank can pass it on to the next rank of its process (``RankModels``).
+A server can be started again after ``stop``. It belongs to no event loop: a rank can pass it on to
+the next rank of its process (``RankModels``).
 """
 
 import asyncio
@@ -68,11 +68,7 @@ _LEASE_TIMEOUT = 60.0
 
 @dataclass
 class GpuLease:
-    """One server's share of the node.
-
-    Attributes:
-        locks: descriptors of the locks that hold the lease; the server inherits them.
-    """
+    """One server's share of the node. The server inherits the descriptors of ``locks``."""
 
     env: dict[str, str] = field(default_factory=dict)
     locks: list[int] = field(default_factory=list)
@@ -154,7 +150,7 @@ async def _lock_gpus(visible: list[str], needed: int) -> list[tuple[str, int]]:
 def _try_lock_gpus(folder: Path, visible: list[str], needed: int) -> list[tuple[str, int]] | None:
     """Locks all needed GPUs or none: two ranks with a part each could wait forever.
 
-    Only one rank tries at a time: otherwise both may find too few.
+    One rank tries at a time: else both may find too few.
     """
     gate = _try_lock(folder / "claim.lock")
     if gate is None:
@@ -229,7 +225,7 @@ _COMMON = (
     (Engine.TOO_FEW_GPUS, r"invalid device ordinal|no cuda gpus are available"),
     (Engine.GPU_FULL, r"cuda out of memory|outofmemoryerror"),
 )
-# Causes of all engines: a user's script may start any engine.
+# A user's script may start any engine.
 _CAUSES = (*(cause for engine in ENGINES.values() for cause in engine.causes), *_COMMON)
 
 
@@ -283,7 +279,6 @@ class GuardedProcess:
     """A server's process below its guardian.
 
     Args:
-        log: file descriptor for the output of both.
         stop_timeout: seconds between SIGTERM and SIGKILL.
 
     Attributes:
@@ -331,7 +326,7 @@ class GuardedProcess:
     async def wait(self) -> int:
         """Returns the exit code once the server has ended. Several tasks may wait."""
         while (code := self._process.poll()) is None:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)  # an event would belong to one loop
+            await asyncio.sleep(0.05)  # an event belongs to one loop
         return code
 
     def request_stop(self) -> None:
@@ -373,7 +368,7 @@ class InferenceServer:
     """A server that this process launches.
 
     Args:
-        on_launch: function that is called at each launch, so that other nodes launch their parts.
+        on_launch: called at each launch, for other nodes.
 
     Attributes:
         url: URL without /v1; empty while the server is not started.
@@ -414,11 +409,7 @@ class InferenceServer:
         return wanted and f"--{flag}" in self._command.argv
 
     async def take_over(self) -> bool:
-        """Takes over a server that an earlier rank started.
-
-        Returns:
-            False if the server does not run, or is not healthy: then it is stopped.
-        """
+        """Returns False, and stops the server, if it does not run or is not healthy."""
         if self._process is None:
             return False
         problem: str | None = "has ended"
@@ -455,7 +446,7 @@ class InferenceServer:
     async def launch(self) -> None:
         port = free_port()
         key = Secret(secrets.token_urlsafe(32))
-        # This searches for files and packages, perhaps on a slow shared disk.
+        # This searches a disk that may be slow and shared.
         self._command = await in_own_thread(
             self.config.engine.launch, self.config, port, key, self.nodes
         )
@@ -595,7 +586,7 @@ class InferenceServer:
         self.stop_blocking()
 
     def stop_blocking(self) -> None:
-        """Stops the server without an event loop, after ``request_stop``."""
+        """Needs no event loop. Call ``request_stop`` before."""
         self._wait_until_stopped()
         if self._process is not None:
             leftovers.remove_record(self._process.pid)
@@ -614,7 +605,7 @@ class InferenceServer:
         leftovers.kill_session(self._process.pid, self.name)
 
     def request_stop(self) -> None:
-        """Requests a stop; ``stop`` or ``stop_blocking`` should follow."""
+        """``stop`` or ``stop_blocking`` should follow."""
         if self._process is not None:
             self._process.request_stop()
 

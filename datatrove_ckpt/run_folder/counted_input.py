@@ -105,7 +105,8 @@ class _Documents:
             for document in task.documents:
                 self.add(document, task.rank, task.count)
                 task.count += 1
-                position = position_of(document)
+                # A step may make several documents of one, or begin with one of its own.
+                position = position_of(document) or position
                 if task.count == 1:
                     task.reach(position)
                 if time.monotonic() >= until:
@@ -198,7 +199,7 @@ def _by_bytes(begun: Sequence[_TaskInput], tasks: int) -> Estimate | None:
     """Estimates the documents after the first of each task: what is before that may be skipped, or
     be read ahead.
     """
-    known = [task.reached for task in begun if task.reached and task.reached[-1][1].total]
+    known = [task.reached for task in begun if len(task.reached) > 1 and task.reached[-1][1].total]
     parts = [part for reached in known for part in pairwise(reached)]
     counts = [after[0] - before[0] for before, after in parts]
     done = [after[1].done - before[1].done for before, after in parts]

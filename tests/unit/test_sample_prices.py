@@ -20,8 +20,8 @@ from datatrove_ckpt.run_folder.estimate import Estimate, Population
 SORTED = [{"id": str(row), "text": "x" * (1 + row // 2)} for row in range(500)]
 
 
-def sampled(reader, number, tasks=1):
-    runner = SimpleNamespace(plan=SimpleNamespace(tasks=tasks), before=[reader])
+def sampled(reader, number, tasks=1, steps=()):
+    runner = SimpleNamespace(plan=SimpleNamespace(tasks=tasks), before=[reader, *steps])
     drawn = count_input(runner, number)
     return drawn.documents, drawn.whole
 
@@ -111,6 +111,24 @@ def test_documents_that_are_not_counted_are_estimated_by_bytes(tmp_path):
     documents, whole = sampled(reader, 20)
     assert 0 < len(documents) < 20
     assert whole.number.low < whole.number.high
+
+
+def _halves(documents, rank, world_size):
+    """Splits long documents. Only the first half has a position in the input."""
+    for document in documents:
+        yield document
+        if len(document.text) > 200:
+            yield Document(document.text, f"{document.id} b")
+
+
+def test_documents_of_a_step_that_splits_some_are_estimated_by_bytes(tmp_path, monkeypatch):
+    clock = itertools.count(step=0.25).__next__  # two documents are read at a time
+    monkeypatch.setattr(counted_input, "time", SimpleNamespace(monotonic=clock))
+    write_lines(tmp_path / "1.jsonl", SORTED[:300])
+    write_lines(tmp_path / "2.jsonl", [{"id": str(row), "text": "x" * 300} for row in range(200)])
+    documents, whole = sampled(JsonlReader(str(tmp_path)), 20, 2, [_halves])
+    assert 0 < len(documents) < 500
+    assert whole.number.low < 700 < whole.number.high
 
 
 @pytest.mark.usefixtures("slow")

@@ -65,7 +65,10 @@ def show(arguments: argparse.Namespace) -> int:
     if not printed and arguments.dead:
         say("There is no such dead letter.")
     elif not printed:
-        say("There is no such document, so far. A file appears when a chunk is complete.")
+        say(
+            "The output files have no such document. A file appears when a chunk is complete; what "
+            "was dropped, and dead letters, are counted by `datatrove-ckpt status`."
+        )
     return int(not printed)
 
 

@@ -70,6 +70,7 @@ def test_dead_letters_are_shown_with_their_causes_until_a_retry_takes_them(tmp_p
     retry = {"retry_dead_letters": True, "accept_changes": True, **settings}
     run_job(tmp_path, server, 4, fails_at(["id 1", "id 3"]), **settings)
     assert ids(show()) == ["id 0", "id 2"]
+    assert "dead letters, are counted by `datatrove-ckpt status`" in show("--id=id 1", code=1).out
     said = show("--dead")
     assert ids(said) == ["id 1", "id 3"]
     assert (

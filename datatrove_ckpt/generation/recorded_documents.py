@@ -202,6 +202,8 @@ class RecordedDocuments:
         self.is_stopped = bool(self.void)
         self.waits = EffectWatch()
         self._limit = _ALL  # documents with smaller hashes are recorded
+        # Only names before this one have room: the first tasks of a run have filled it.
+        self._end = next(iter(self.names()[layout.MAX_RECORDED - 1 :]), "g")
 
     def names(self) -> list[str]:
         """Returns the files, the smallest hash first; none if the recording has ended."""
@@ -238,10 +240,10 @@ class RecordedDocuments:
     ) -> DocumentAnswers:
         if not (self.is_stopped or source.finished is not None or source.size > _MAX_BYTES):
             number = xxhash.xxh3_64_intdigest(slot.ordinal.to_bytes(8), self._rank)
-            if number < self._limit:
+            if number < self._limit and (name := f"{number:016x}") < self._end:
                 with suppress(DocumentNotSerializable):
                     document = RecordedDocument(
-                        f"{number:016x}",
+                        name,
                         slot.ordinal,
                         slot.chunk.index,
                         source.id,
@@ -278,7 +280,7 @@ class RecordedDocuments:
             with suppress(FileNotFoundError):  # another rank has removed it
                 size += os.stat(f"{self.folder}/{name}").st_size  # noqa: PTH116 (speed)
             if number >= layout.MAX_RECORDED or size > _MAX_ALL_BYTES:
-                self._limit = min(self._limit, int(name[:16], 16))
+                self._end = min(self._end, name)
                 self.remove([name])
         if not names:  # another rank has ended the recording since
             self.remove([f"{document.name}.json"])

@@ -71,6 +71,17 @@ def test_of_many_documents_those_with_the_smallest_hashes_stay(tmp_path, server)
     assert [path.name for path in recorded(tmp_path)] == every[:64]
 
 
+def test_a_task_replays_nothing_for_a_record_that_others_have_filled(tmp_path, server, monkeypatch):
+    folder = tmp_path / "checkpoints" / "recorded"
+    folder.mkdir(parents=True)
+    for number in range(64):
+        (folder / f"{number:016x}.json").touch()
+    written = []
+    monkeypatch.setattr(RecordedDocuments, "put", lambda self, document: written.append(document))
+    run_job(tmp_path, server, 5, says_word)
+    assert written == []
+
+
 def test_recording_ends_in_the_middle_of_a_batch_when_its_time_is_over(
     tmp_path, server, monkeypatch
 ):

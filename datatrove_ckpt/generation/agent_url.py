@@ -65,7 +65,7 @@ class _AgentRequests:
         return result
 
     async def cancel(self) -> None:
-        """Ends the requests whose clients have gone: their answers would not be counted."""
+        """Ends requests whose clients have gone."""
         await end_tasks(*(opened.task for opened in self._open))
 
     def _abandoned(self, path: str, body: bytes) -> asyncio.Task[object] | None:
@@ -103,7 +103,7 @@ async def serve(generate: object, model_name: str) -> AsyncIterator[str]:
             is_stream = payload.pop("stream", False)
         except (ValueError, AttributeError, TypeError) as error:
             return _refusal(400, f"The body is no JSON object: {error}")
-        name = payload.pop("model", "")  # the run's model is used
+        name = payload.pop("model", "")
         path = path.removeprefix(secret)
         if is_stream and not path.endswith("/completions"):
             return _refusal(400, f"{path} cannot stream here: use chat completions, or no stream")

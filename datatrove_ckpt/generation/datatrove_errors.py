@@ -22,7 +22,7 @@ from datatrove_ckpt.process.task_errors import safe_log
 
 
 class DocumentFailed(errors.DocumentFailed, types.InferenceError):
-    """Reports a document's failure also as datatrove's ``InferenceError``.
+    """This is also datatrove's ``InferenceError``.
 
     Attributes:
         document: the document; None if one of its requests was not answered.
@@ -61,19 +61,19 @@ class _ServerFailure(errors.CkptError, types.InferenceError, types.ServerError):
 
 
 class ServerStartFailed(errors.ServerStartFailed, _ServerFailure):
-    """Reports a server that did not start also as datatrove's errors."""
+    """This is also one of datatrove's errors."""
 
 
 class ServerDied(errors.ServerDied, _ServerFailure):
-    """Reports a server that died also as datatrove's errors."""
+    """This is also one of datatrove's errors."""
 
 
 class ServerUnavailable(errors.ServerUnavailable, _ServerFailure):
-    """Reports a server without answers also as datatrove's errors."""
+    """This is also one of datatrove's errors."""
 
 
 class ServerRefused(errors.ServerRefused, _ServerFailure):
-    """Reports a server that refuses requests also as datatrove's errors."""
+    """This is also one of datatrove's errors."""
 
 
 _RAISED: dict[type, type[_ServerFailure]] = {

@@ -36,7 +36,7 @@ def most_documents(configs: list[InferenceConfig]) -> int:
 
 
 class DocumentLimit:
-    """Holds back documents: ``acquire`` before each, in one task; ``release`` after each."""
+    """Call ``acquire`` before each document, in one task, and ``release`` after it."""
 
     def __init__(self, configs: list[InferenceConfig], media: ByteBudget) -> None:
         config = configs[0]
@@ -53,7 +53,7 @@ class DocumentLimit:
         self._bytes = media
 
     def admits(self, size: int) -> bool:
-        """Admits a document that needs no wait. Returns False if ``acquire`` must be awaited."""
+        """Returns False if ``acquire`` must be awaited."""
         if size > _SMALL or self._is_full:
             return False
         self._in_work += 1

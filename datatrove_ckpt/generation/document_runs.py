@@ -46,8 +46,6 @@ _SUSPICIOUS_DROPS = 100  # a rollout that drops its first documents is logged at
 
 @dataclass(eq=False)
 class DocumentRollouts:
-    """Runs the rollouts of documents, and encodes the results."""
-
     requests: RankContext
     rollout_fn: Rollout
     results: ResultEncoder
@@ -149,11 +147,7 @@ class DocumentRollouts:
 
 @dataclass(eq=False)
 class DocumentRuns(DocumentRollouts):
-    """Runs the rollouts of one rank's documents.
-
-    Args:
-        limit: admits documents. ``run`` releases a document's place in it.
-    """
+    """Runs the rollouts of a rank. ``run`` releases a document's place in ``limit``."""
 
     failures: FailurePolicy
     limit: DocumentLimit

@@ -262,7 +262,7 @@ class FailurePolicy:
         payload_hashes: list[str],
         rejections: list[RequestRejected],
     ) -> bytes:
-        """Returns the document's dead letter, as a line of ``dead_letters.jsonl``.
+        """Returns a line of ``dead_letters.jsonl``.
 
         Raises:
             DocumentFailed, CkptError: this failure stops the rank.
@@ -330,7 +330,7 @@ _BAD_REQUEST = "BadRequestError"
 
 
 def is_bad_request(error: BaseException, rejections: list[RequestRejected]) -> bool:
-    """Returns whether a rollout's error means a rejected request.
+    """Whether an error means a rejected request.
 
     datatrove searches the whole text of an ``InferenceError``, payload included, for
     "BadRequestError". Here the word within a text counts only if the server has rejected a request
@@ -371,7 +371,7 @@ def retried_dead_letters(root: Path, rank: int) -> dict[LetterAttempt, bytes]:
 
 
 class DeadLetterRetry:
-    """One pass over a rank's dead letters. Iterates over their documents."""
+    """Iterates over the documents of a rank's dead letters."""
 
     def __init__(self, root: Path, number: int, rank: int) -> None:
         self.root = layout.retry_folder(root, number)

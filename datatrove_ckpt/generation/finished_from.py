@@ -254,7 +254,7 @@ class FinishedDocuments:
         return None
 
     def close(self) -> None:
-        """Removes the temporary file. A thread that still uses it gets a ValueError."""
+        """A thread that still uses the temporary file gets a ValueError."""
         self._file.close()
 
     def _whole(self, as_read: Document, rows: Iterable[Document]) -> list[Json]:

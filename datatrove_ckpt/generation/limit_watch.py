@@ -48,7 +48,7 @@ _CENSORED = 24.0  # documents in work hide more of the mean, the more of all the
 
 @dataclass
 class DocumentCosts:
-    """The costs of the documents that have ended in this process, and the time that they took.
+    """Costs and times of the documents that have ended in this process.
 
     A cost is a share of the limits. The sum may differ from what was spent: ``_room`` scales it.
 
@@ -92,8 +92,6 @@ class DocumentCosts:
 
 @dataclass
 class _Poll:
-    """The totals of all tasks by folder, and their sum."""
-
     by_folder: dict[str, RunTotals] = field(default_factory=dict)
     whole: RunTotals = NO_TOTALS
 
@@ -151,7 +149,7 @@ class RunReader:
 
     @property
     def number(self) -> int:
-        """The number of tasks of the run that have begun."""
+        """Counts the tasks that have begun."""
         return len(self._poll.by_folder)
 
     @property
@@ -229,7 +227,7 @@ def limit_reached(steps: Iterable[object]) -> LimitReached | None:
 
 @dataclass(eq=False)
 class LimitWatch:
-    """Stops one task when the run has reached its limits, and holds back documents before."""
+    """Stops one task at the run's limits, and holds back documents before."""
 
     step: RunnerSettings
     checkpoint: OpenCheckpoint
@@ -246,7 +244,7 @@ class LimitWatch:
         self.reader.tasks.add(self)
 
     def affords(self, ordinal: int) -> bool:
-        """Returns whether a document may begin, and begins it then."""
+        """Begins a document, if it may."""
         reader = self.reader
         if reader.room < 1:
             reader.room = self._room()

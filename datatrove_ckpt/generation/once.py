@@ -61,7 +61,7 @@ class OnceCalls:
         self._threads = asyncio.Semaphore(_THREADS)
 
     async def make(self, call: OnceCall) -> CachedAnswer:
-        """Makes the call, and returns the row for the request cache.
+        """Returns the row for the request cache.
 
         Raises:
             DocumentNotSerializable: the result cannot be saved.
@@ -153,11 +153,7 @@ def _saved(name: str, result: object) -> bytes:
 
 
 def result_of(saved: CachedAnswer) -> object:
-    """Returns the result of a saved call.
-
-    Raises:
-        CallFailed: the call failed, and its error was saved.
-    """
+    """Raises CallFailed if the call's error was saved."""
     if saved.result is None:
         raise CallFailed(*orjson.loads(saved.error_message or ""))
     return orjson.loads(saved.result)[_RESULT]

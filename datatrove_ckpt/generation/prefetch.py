@@ -103,11 +103,11 @@ _BUFFER_BYTES = 2**21
 
 
 class SourceDocument:
-    """A document, with the fingerprint of its input.
+    """A document with its input's fingerprint.
 
     Attributes:
         id: printable id from the input. A rollout may change the document.
-        stats: stats of the steps before the runner, right after a chunk's last document.
+        stats: of the steps before the runner, after a chunk's last document.
         finished: metadata with results, if an old output has them.
     """
 
@@ -308,9 +308,7 @@ class DocumentSource:
             self._ended = True
 
     def _check_order(self, source: SourceDocument) -> None:
-        """Decides whether a resume may start after the previous document, now that the next
-        document is known.
-        """
+        """Decides whether a resume may start after the previous document."""
         position = position_of(source.document)
         previous = self._previous
         self._previous = source

@@ -53,11 +53,7 @@ Value = Mapping[Any, float] | Histogram | float | None
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """The identity, process and progress of a rank at one moment.
-
-    Attributes:
-        job: Slurm job id; "" outside of Slurm.
-    """
+    """A rank at one moment. ``job``: Slurm job id; "" outside of Slurm."""
 
     run: str
     rank: int
@@ -161,7 +157,7 @@ class ExportedRanks:
                 self._exported[key] = lambda: last, time.monotonic() + _KEEP_ENDED_SECONDS
 
     def collect(self) -> Iterator[Family]:
-        """Returns the metrics of the ranks. A rank that has ended and started again counts once."""
+        """A rank that has ended and started again counts once."""
         with self._lock:
             self._exported = {
                 key: entry for key, entry in self._exported.items() if entry[1] > time.monotonic()

@@ -171,7 +171,7 @@ def _raise_if_seen(*watches: EffectWatch) -> None:
 
 
 class ReplayedAnswers(RecordingAnswers):
-    """The answers of a recorded document.
+    """A recorded document's answers.
 
     Attributes:
         ended: set when the rollout has ended, or sent a request that the record lacks. This request

@@ -30,7 +30,7 @@ DROPPED = b"null"
 
 @dataclass(eq=False)
 class ResultEncoder:
-    """Puts results into one rank's documents, and encodes them.
+    """Puts results into documents, and encodes them.
 
     Args:
         trial: tries the writer; None without a checkpoint, where a document that fails is lost
@@ -118,10 +118,7 @@ class ResultEncoder:
             await asyncio.to_thread(self._trial, data, doc_id)
 
     def _drop_media(self, document: Document) -> None:
-        """Removes the bytes of media that the writer does not save.
-
-        Otherwise the journal would hold 13 MB of JSON for each picture of 10 MB.
-        """
+        """Removes media that the writer does not save: 10 MB of pixels are 13 MB of JSON."""
         for medium in document.media or ():
             if isinstance(medium, Media):
                 medium.media_bytes = None

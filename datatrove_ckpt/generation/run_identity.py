@@ -43,7 +43,7 @@ def run_identity(
     world_size: int,
     recorded: JsonObject,
 ) -> RunIdentity:
-    """Returns the identity of a run. ``recorded``: the settings with which it began, or {}."""
+    """``recorded``: the settings with which the run began, or {}."""
     output = {
         **metadata_keys,
         "records_per_chunk": records_per_chunk,

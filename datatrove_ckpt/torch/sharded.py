@@ -109,9 +109,7 @@ def give(state: Any, saved: Any) -> None:
 
 
 def _named_as(current: Any, saved: Any) -> Any:
-    """Returns the content with the names of a model that ``torch.compile`` has wrapped, or has not
-    wrapped.
-    """
+    """Takes the names of a model that ``torch.compile`` may have wrapped."""
     if not any(_COMPILED in str(name) for name in (*current, *saved)):
         return saved
     names = {name.replace(_COMPILED, ""): name for name in current}
@@ -241,9 +239,7 @@ def check_alike(outlines: Sequence[Mapping[str, str]]) -> None:
 
 
 def not_plain(contents: Mapping[str, object]) -> str:
-    """Describes a value that no restore would take, as such a file may run any code; "": there is
-    none.
-    """
+    """Describes a value that no restore would take, as its file may run any code; else ""."""
     for path, leaf in leaves(contents, ""):
         if type(leaf) in _PLAIN or isinstance(leaf, DTensor):
             continue

@@ -164,7 +164,7 @@ class StatefulIterable(_Iterable):
         self._begun = WeakSet[_Samples]()
 
     def _iteration(self, epoch: int, slot: Slot, state: ReaderState | None) -> Iteration:
-        """Starts an iteration, or resumes it. The state may be of the end of the epoch before."""
+        """The state may be of the end of the epoch before."""
         raise NotImplementedError
 
     def _state(self, running: Iteration) -> ReaderState:
@@ -362,7 +362,7 @@ class StatefulWrapper(StatefulIterable):
         return {name: getattr(self, name) for name in self._names_of_options}
 
     def _source_states(self, state: ReaderState) -> list[ReaderState | None]:
-        """Returns the states of the sources, in their order. None: the source had ended."""
+        """None: the source had ended."""
         return [source["state"] for source in state.get("sources", [])]
 
     def _new_pass(self, epoch: int, slot: Slot, state: ReaderState | None) -> Iteration:
@@ -427,7 +427,7 @@ class StatefulWrapper(StatefulIterable):
 
 @dataclass(eq=False)
 class NoSamples(Iterator[object]):
-    """An iteration that is at its end, or that raises an error at its first sample."""
+    """An iteration at its end, or with an error at its first sample."""
 
     _state: ReaderState
     _error: CkptError | None = None
@@ -440,10 +440,7 @@ class NoSamples(Iterator[object]):
 
 
 def end_state(source: Source) -> ReaderState | None:
-    """Returns the state of a source at its end.
-
-    None for foreign sources: their state may be of their next epoch.
-    """
+    """Returns None for foreign sources: their state may be of their next epoch."""
     if not hasattr(source, "check_state"):
         return None
     return source.state_dict()
@@ -485,9 +482,7 @@ def refuse_begun(loader: object) -> None:
 
 
 def at_epoch(source: Source, epoch: int) -> Source:
-    """Returns a copy of the source at this epoch if possible, because others may read the
-    original's number.
-    """
+    """Makes a copy if possible, because others may read the original's number."""
     if isinstance(source, StatefulIterable):
         return source.at_epoch(epoch)
     if hasattr(source, "set_epoch"):
@@ -496,9 +491,7 @@ def at_epoch(source: Source, epoch: int) -> Source:
 
 
 def this_worker() -> tuple[int | None, int]:
-    """Returns the number of this worker of a loader, and how many there are; (None, 1) outside of
-    workers.
-    """
+    """Returns number and count of a loader's workers; (None, 1) outside of them."""
     with suppress(ImportError):
         from torch.utils.data import get_worker_info
 

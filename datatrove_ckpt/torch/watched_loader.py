@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Given:
-    """Counts the batches that all watched loaders of this process have given."""
+    """Counts the batches of all watched loaders of this process."""
 
     batches = 0
 

@@ -13,7 +13,6 @@ are free at once. If a node only seems to be gone, the mirror or the lock decide
 
 import re
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -165,8 +164,9 @@ def manifest(plan: "RunPlan", job: KubernetesJob, files: JsonObject, workers: in
         mounts.append({"name": "work", "mountPath": folder, "subPath": f"checkpoints-{index}"})
     gpus = job.gpus
     if gpus is None:
-        models = (runner.step.models.values() for runner in plan.runners)
-        gpus = sum(config.gpus_of_task for config in chain(*models))
+        gpus = sum(
+            config.gpus_of_task for runner in plan.runners for config in runner.step.models.values()
+        )
     if gpus > 1:  # NCCL needs more than the 64 MiB of a container
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})

@@ -65,7 +65,7 @@ class RecordedDocument:
     id: str
     read: str
     result: str
-    requests: list[tuple[list[Any], Any, str]]
+    requests: list[tuple[list[Any], object, str]]
     code: str
     run: str
     draws: list[int]
@@ -95,7 +95,7 @@ class Stepped:
         self._coroutine = coroutine
         self._watch = watch
 
-    def __await__(self) -> Generator[Any, None, Any]:
+    def __await__(self) -> Generator[object, None, Any]:
         step = partial(self._coroutine.send, None)
         while True:
             try:
@@ -151,7 +151,7 @@ class RecordingAnswers(DocumentAnswers):
             for key, _, answer in document.requests
         }
 
-    def observed(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
+    def observed(self, work: Coroutine[object, None, T]) -> Awaitable[T]:
         return Stepped(work, self._watch)
 
     async def saved(self, key: AnswerKey) -> CachedAnswer | None:
@@ -188,7 +188,7 @@ def process_names() -> list[str]:
 
 
 class RecordedDocuments:
-    """The recorded documents of a run, as one rank sees them.
+    """A run's recorded documents, as one rank sees them.
 
     Attributes:
         waits: sees a rollout that waits for other documents. Other runs of the process may not.
@@ -277,7 +277,7 @@ class RecordedDocuments:
         names = self.names()
         size = 0
         for number, name in enumerate(names):
-            with suppress(FileNotFoundError):  # another rank has removed it
+            with suppress(FileNotFoundError):  # removed by another rank
                 size += os.stat(f"{self.folder}/{name}").st_size  # noqa: PTH116 (speed)
             if number >= layout.MAX_RECORDED or size > _MAX_ALL_BYTES:
                 self._end = min(self._end, name)

@@ -21,7 +21,7 @@ from datatrove_ckpt.rollouts.media import media_key
 
 @dataclass
 class RecordedRequest:
-    """A request of a rollout.
+    """A request.
 
     Attributes:
         prompt: all messages as JSON, with hashes of the media.
@@ -120,7 +120,7 @@ class _RecordingGenerate:
         request = RecordedRequest(_question(payload), _prompt(payload), model=self._model)
         request.started = time.monotonic()
         self._recorded.append(request)
-        answer: Any
+        answer: object
         try:
             answer = await self._generate(payload, *more, **settings)
         finally:

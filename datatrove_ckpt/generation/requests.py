@@ -1,4 +1,4 @@
-"""Answers one rollout's requests to a model: from the request cache, a batch or a server.
+"""Answers a rollout's requests from the request cache, a batch or a server.
 
 ``DocumentAnswers`` looks up one document's saved answers, counts its answers, and parks it for a
 batch. Everything here runs on the event loop of ``scheduler.py``.
@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Awaitable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import orjson
 import xxhash
@@ -110,7 +110,7 @@ class RankModel:
 
 @dataclass(eq=False)
 class RankContext:
-    """The state that the requests of a rank share.
+    """The shared state of a rank's requests.
 
     Must be created on the rank's event loop.
 
@@ -198,15 +198,15 @@ class DocumentAnswers:
         self.reused[key.rollout_idx] += answer is not None
         return answer
 
-    def observed(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
+    def observed(self, work: Coroutine[object, None, T]) -> Awaitable[T]:
         return work
 
     def put(self, key: AnswerKey, answer: CachedAnswer, ends_pieces: bool = False) -> None:
-        """Saves an answer. The caller waits for the storage then."""
+        """The caller waits for the storage then."""
         self._rank.checkpoint.put_answer(self.slot, self.doc_id, key, answer, ends_pieces)
 
     def fail(self, failure: CkptError) -> None:
-        """Stops the rank, after a drain. The document ends unrecorded."""
+        """Drains the rank. The document ends unrecorded."""
         self.failure = failure
         self._rank.shutdown.fail(failure)
 
@@ -335,9 +335,7 @@ class DocumentAnswers:
         self.requests[rollout_idx] += 1
 
     def park(self) -> None:
-        """Counts a parked request. The document is dropped once it has nothing else to do: the
-        rollout may still send other requests.
-        """
+        """Counts a parked request. The document is dropped once it has nothing else to do."""
         loop = asyncio.get_running_loop()
         self._parked_at = loop.time()
         self.parked += 1
@@ -400,7 +398,7 @@ def _is_simple(payload: Payload) -> bool:
 
 
 def hash_payload(payload: Payload) -> tuple[str, bool]:
-    """Hashes a payload, whatever the order of its keys. Also returns whether it may hold a null.
+    """Hashes a payload in any order of keys. Also returns whether it may hold a null.
 
     Raises:
         ConfigError: JSON cannot express the payload.
@@ -734,10 +732,8 @@ class RolloutRequests:
     def digest(
         self, payload: Payload, api: Api, retry_of: tuple[object, ...] = ()
     ) -> tuple[str, bool]:
-        """Hashes the payload like ``hash_payload``, with API and model under names that no request
-        has.
-
-        The usual API and a single model add nothing.
+        """Does ``hash_payload`` with API and model; the usual API and a single model add
+        nothing.
         """
         if not NOT_ANSWERING.isdisjoint(payload) and api.path in _IN_TIERS:
             payload = {name: value for name, value in payload.items() if name not in NOT_ANSWERING}
@@ -811,16 +807,14 @@ class RolloutRequests:
 
 
 def failed(error: Exception, payload: Payload) -> InferenceError:
-    """Returns datatrove's error, whose text (for logs and dead letters) has no secrets of the
-    payload.
-    """
+    """Returns datatrove's error, whose text has no secrets of the payload."""
     inference_error = InferenceError(None, error, payload=masked("payload", payload))
     inference_error.payload = payload
     return inference_error
 
 
 def _from_cache(answer: CachedAnswer, config: InferenceConfig) -> Result | None:
-    """Returns the cached answer; None if it must be requested again."""
+    """Returns None if it must be requested again."""
     if answer.result is not None:
         fields = orjson.loads(answer.result)  # earlier versions saved only datatrove's fields
         if not OF_BATCH.isdisjoint(fields):
@@ -837,10 +831,8 @@ def _from_cache(answer: CachedAnswer, config: InferenceConfig) -> Result | None:
 
 
 def _fields(completion: Completion, payload: Payload) -> JsonObject:
-    """Returns the fields of an answer that are saved.
-
-    The fields also depend on the payload, so that a table has its columns before the first tool
-    call.
+    """Returns the saved fields. They depend on the payload, so that a table has its columns before
+    the first tool call.
     """
     asks_for_more = payload.get("tools") or payload.get("logprobs")
     fields: JsonObject = {

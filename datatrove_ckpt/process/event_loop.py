@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar, TypeVarTuple
+from typing import TypeVar, TypeVarTuple
 
 from datatrove_ckpt.common.threads import in_thread
 from datatrove_ckpt.process.fork_boundaries import wait_to_fork
@@ -75,7 +75,11 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 
 async def _audited_call(
-    event: str, call: Any, factory: object, *arguments: object, **settings: object
+    event: str,
+    call: Callable[..., Awaitable[object]],
+    factory: object,
+    *arguments: object,
+    **settings: object,
 ) -> object:
     if settings.get("sock") is None:
         sys.audit(event, next(iter(arguments), None), arguments)

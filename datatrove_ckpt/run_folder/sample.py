@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from statistics import fmean
 
@@ -149,7 +149,7 @@ def estimate_lines(sample: SentSample, step: RunnerSettings) -> Iterator[str]:
     sizes = [document.size for document, _ in sample.documents]
     population = sample.whole or Population(Estimate.exact(_ROUND_NUMBER), fmean(sizes))
     sent = [requests for _, requests in sample.documents]
-    answers = [request for request in chain.from_iterable(sent) if request.ended]
+    answers = [request for requests in sent for request in requests if request.ended]
     if not answers:
         return
 

@@ -205,9 +205,7 @@ def encode_finished(document: Document, key: str) -> bytes:
 
 
 def line_of(data: bytes, expand_metadata: bool = False) -> bytes | None:
-    """Returns the line that ``JsonlWriter`` writes for an encoded document; None if the document
-    must be parsed for that.
-    """
+    """Returns the line that ``JsonlWriter`` writes; None if the document must be parsed for it."""
     if not data.endswith(_RESULTS_END):
         return None
     line = data[: data.rindex(b',"$results":"')]
@@ -318,12 +316,12 @@ def decode(data: bytes) -> Document:
 
 
 def decode_plain(data: bytes) -> Document:
-    """Decodes a document, with results and media as dicts, as from ``dataclasses.asdict``."""
+    """Decodes results and media as dicts, as from ``dataclasses.asdict``."""
     return _plain(data, _PLAIN_READERS)
 
 
 def decode_json(data: bytes) -> Document:
-    """Decodes a document like ``decode_plain``, with JSON forms of the types that orjson lacks."""
+    """Does ``decode_plain`` with JSON forms of the types that orjson lacks."""
     document = _plain(data, _JSON_READERS)
     for media in document.media or ():
         if media["media_bytes"] is not None:
@@ -332,16 +330,12 @@ def decode_json(data: bytes) -> Document:
 
 
 def decode_rows(data: bytes) -> Document:
-    """Decodes a document like ``decode_plain``, with lists of rows in place of arrays of several
-    dimensions, for Arrow.
-    """
+    """Does ``decode_plain`` with lists of rows for arrays of several dimensions, for Arrow."""
     return _plain(data, _ROW_READERS)
 
 
 def as_json(array: _Array) -> object:
-    """Returns the array's JSON for orjson, in the shortest digits of its type; the array itself if
-    it has no JSON.
-    """
+    """Uses the shortest digits of the array's type; returns the array if it has no JSON."""
     try:
         return orjson.Fragment(orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY))
     except TypeError:
@@ -675,9 +669,7 @@ def exploded(document: Document, *, column: str, key: str) -> Iterator[Document]
 def number_column(
     row: Row, number: str, column: str, key: str, own: Collection[str] = ()
 ) -> str | None:
-    """Returns the name of the column ``n`` in a row of ``exploded``; None if there is no such
-    column.
-    """
+    """Returns the name of the column ``n`` in a row of ``exploded``, if it has one."""
     names = [*row]
     item_names = names
     results = row.get(key)

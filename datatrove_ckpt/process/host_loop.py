@@ -128,7 +128,7 @@ async def run_hosted(
             await asyncio.wait([work])
         except asyncio.CancelledError as error:
             cancellation = cancellation or error
-            host.stop(_CAUSE, host.shutdown.is_draining)
+            host.stop(_CAUSE, host.shutdown.is_draining)  # the second one ends the drain
     if cancellation is not None:
         work.exception()  # else asyncio logs that nothing has read it
         raise cancellation

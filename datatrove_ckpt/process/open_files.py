@@ -103,7 +103,7 @@ def limits() -> tuple[int, int]:
 
 
 def refuse_exhaustion(error: BaseException, action: str) -> None:
-    """Raises TooManyOpenFiles for errors that mean this."""
+    """Raises TooManyOpenFiles if the error means that the limit is reached."""
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         raise TooManyOpenFiles(
             f"{action}: too many open files (this process may have {limits()[0]}). Raise the limit "

@@ -334,7 +334,7 @@ class Workers:
         self._to_pass_on.append(number)
 
     def _pass_on(self) -> None:
-        """Passes requests to stop on to workers with tasks. The others end in ``_assign``."""
+        """Passes requests to stop on. Workers without tasks end in ``_assign``."""
         if self._error is not None and not self._is_failing:
             self._is_failing = True
             self._to_pass_on += [signal.SIGTERM] if signal.SIGTERM in self._numbers else []

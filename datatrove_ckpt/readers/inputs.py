@@ -570,7 +570,7 @@ class InputFiles:
 
 
 def path_of(folder: DataFolder, name: str) -> str:
-    """Returns the path of an input file; for rows that a run keeps, the path when the run began."""
+    """For rows that a run keeps, this is the path when the run began."""
     resolved: str = folder.resolve_paths(name)
     path = Path(resolved)
     if folder.is_local() and path.parent.name == layout.KEPT_INPUT:

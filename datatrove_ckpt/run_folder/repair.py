@@ -134,8 +134,8 @@ def plan_redo(rank: RankSummary, to_redo: set[int]) -> RankRepair:
 
 
 def _gaps(rank: RankSummary, commits: dict[int, Commit]) -> Iterator[tuple[range, Commit, bool]]:
-    """Yields the chunks without a commit before each commit, the commit, and whether these chunks,
-    redone, would end where it starts.
+    """Yields the chunks missing before each commit, the commit, and whether these chunks, redone,
+    would end where it starts.
     """
     per_chunk = rank.run.get("records_per_chunk") or 0
     expected = ordinal = 0

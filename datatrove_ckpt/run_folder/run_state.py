@@ -365,10 +365,8 @@ def add_up(ranks: list[RankStatus], now: float, tasks: int = 0) -> Totals:
 
 
 def _rates_now(ranks: list[RankStatus], now: float) -> Processed:
-    """Returns the rates of running ranks and, if a rank began in these minutes, of ranks that
-    finished meanwhile.
-
-    Otherwise many short tasks would have the rate of the few that have just begun.
+    """If a rank began in these minutes, ranks that finished meanwhile count: else many short tasks
+    would have the rate of the few that have just begun.
     """
     rates = Processed()
     since = now - RATE_SECONDS

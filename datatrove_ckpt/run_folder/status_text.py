@@ -205,7 +205,7 @@ def _documents(state: RunState, totals: Totals) -> str:
 
 
 def _prefix_cache(run: WorkCounts, samples: WorkCounts) -> str:
-    """Says that the engines find at most half as much of the prompts as in samples, if so."""
+    """Warns if engines find at most half as much of the prompts as in samples."""
     if not 0 < samples.prefix_queries <= run.prefix_queries:
         return ""
     share = run.prefix_hits / run.prefix_queries

@@ -371,8 +371,8 @@ def _check_ranks(report: VerifyReport) -> Iterator[Problem]:
 
 
 def _readers(logging_dir: str | None) -> list[Json]:
-    """Returns the attributes of this package's readers, from the file that datatrove's executor
-    writes; empty if the file is not there.
+    """Returns the readers' attributes from the file that datatrove's executor writes, if it is
+    there.
     """
     with suppress(OSError, LookupError, TypeError, ValueError):
         pipeline = orjson.loads(get_datafolder(logging_dir).cat("executor.json"))["pipeline"]

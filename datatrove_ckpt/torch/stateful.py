@@ -190,7 +190,7 @@ class StatefulIterable(_Iterable):
         check_checksums(state)
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the number of the next epoch. Call it before each epoch."""
+        """Call this before each epoch."""
         self._shared.set_epoch(epoch)
 
     def at_epoch(self, epoch: int) -> Self:

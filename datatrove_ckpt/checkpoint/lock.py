@@ -47,16 +47,16 @@ def _holder(data: bytes) -> Json:
     return {"host": "unknown", "pid": None}
 
 
-def _held_by(holder: bytes, path: Path) -> str:
+def _held_by(holder: bytes, path: Path, locked: str) -> str:
     process = _holder(holder)
     if process == this_process():
         return (
-            "This very process works on this task already: another call of run or run_async in it "
-            f"holds {path}. Wait for that call to end, or cancel it, and call again."
+            f"This very process works on this {locked} already: another call of run or run_async "
+            f"in it holds {path}. Wait for that call to end, or cancel it, and call again."
         )
     return (
-        f"Another process works on this task: {name_holder(process)} holds {path}. Wait for it to "
-        "end, or stop it, and run the same command again."
+        f"Another process works on this {locked}: {name_holder(process)} holds {path}. Wait for it "
+        "to end, or stop it, and run the same command again."
     )
 
 
@@ -100,10 +100,14 @@ class Lock:
 
     ``works`` is False on a file system without locks; there the fence (``fence``) alone
     separates two processes.
+
+    Args:
+        locked: what the lock is on, as messages name it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, locked: str = "task") -> None:
         self.path = path
+        self._locked = locked
         self.works = True
         self._fd = own_descriptor(self._acquire())
         holder = orjson.dumps(this_process())
@@ -128,7 +132,7 @@ class Lock:
                 holder = os.pread(fd, 1000, 0)
                 os.close(fd)
                 if is_held or time.monotonic() > deadline:
-                    raise CheckpointLocked(_held_by(holder, self.path)) from None
+                    raise CheckpointLocked(_held_by(holder, self.path, self._locked)) from None
                 time.sleep(0.005)
                 continue
             except OSError:

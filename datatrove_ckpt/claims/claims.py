@@ -7,7 +7,8 @@ no clock or listing has to be right.
                     such claims the claim with the smallest owner
     no claim        the rank is free, or complete
     an owner        a process with a heartbeat; or FREE, or GIVEN_UP
-    a run           an owner that runs all ranks, without claims: beside it no worker takes a rank
+    a run           an owner that runs all ranks, without claims: beside it no worker takes a rank,
+                    and on a disk claims/run.lock excludes a second run
     a sibling       an owner without a claim: each sibling gets a rank before others take a second
                     rank
     a record        the content of a claim
@@ -108,6 +109,15 @@ def open_store(
         return DiskClaims(Path(url), owner)
     settle_seconds = _HUB_SETTLE_SECONDS if protocol == "hf" else _SETTLE_SECONDS
     return ObjectClaims(url, owner, settle_seconds, options)
+
+
+def lock_run(folder: Path) -> Lock:
+    """Excludes other processes that would run all ranks.
+
+    Raises:
+        CheckpointLocked: another process runs all ranks.
+    """
+    return Lock(folder / "run.lock", "run")
 
 
 class DiskClaims:

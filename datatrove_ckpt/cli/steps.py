@@ -353,7 +353,7 @@ def runs(
     files.disk.make_dirs(root)
     with ExitStack() as stack:
         if not is_worker:
-            stack.callback(Lock(root / _RUN_LOCK).release)
+            stack.callback(Lock(root / _RUN_LOCK, "run").release)
         stack.callback(close_servers)
         with queries.locked(root / _LOCK):
             files.disk.replace(root / STEPS, orjson.dumps([step.name for step in steps]))

@@ -33,7 +33,7 @@ from datatrove.utils.stats import MetricStats, MetricStatsDict, PipelineStats
 from loguru import logger
 from multiprocess.reduction import ForkingPickler
 
-from datatrove_ckpt.claims.claims import RUN, Claims, new_owner, open_store
+from datatrove_ckpt.claims.claims import RUN, Claims, lock_run, new_owner, open_store
 from datatrove_ckpt.common import JsonObject, object_store
 from datatrove_ckpt.common.attempts import AttemptProgress
 from datatrove_ckpt.common.formatting import plural, plural_is
@@ -403,7 +403,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
 
     def _run_ranks(self, ranks: Sequence[int], screen: Screen | None, done: _Done) -> None:
         """Runs the ranks that workers leave, and waits for the others. Without workers, no rank is
-        claimed: a worker that would join sees this process, and is refused.
+        claimed: a worker that would join, or a second process of all ranks, is refused.
         """
         folders = [runner.checkpoints_local_dir for runner in self._runners]
         may_have_workers = (
@@ -424,6 +424,11 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
                 workers = [
                     other.process for other in claims.other_claimants() if not other.runs_all
                 ]
+                if not workers and self.logging_dir.is_local():
+                    lock = lock_run(Path(self._folder, "claims"))
+                    stack.callback(lock.release, remove=True)
+            except CheckpointLocked:
+                raise
             except (OSError, CkptError) as error:
                 logger.warning(
                     f"Whether workers have tasks of this run cannot be seen: {error}. Start no "

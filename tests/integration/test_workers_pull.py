@@ -218,6 +218,20 @@ def test_beside_a_plain_run_a_worker_is_refused(server):
     ended(worker())
 
 
+def test_a_second_run_of_all_tasks_is_refused_and_the_first_goes_on(server):
+    """It would take tasks until it met one of the first, which then ended with its error."""
+    first = at_work(server, "--fail-on-dead-letters")
+    text = ended(worker("--fail-on-dead-letters"), 1)
+    sent = server.asked.total()
+    server.release()
+    assert f"Another process works on this run: pid {first.pid} on " in text
+    ended(first)
+    assert len(complete()) == TASKS
+    assert sent <= 3 + 4, "the second sends nothing"
+    assert not Path("logs/claims/run.lock").exists()
+    ended(worker("--fail-on-dead-letters"))
+
+
 def test_a_run_goes_on_where_no_claims_can_be_written(server, command, monkeypatch, log):
     """It needs none; only no worker can see it."""
     given = []

@@ -235,6 +235,11 @@ def find_ranks(checkpoints: Path) -> list[Path]:
         if not checkpoints.exists():
             raise ConfigError(f"{checkpoints} does not exist. {_GIVE}")
         folders = layout.rank_folders(checkpoints)
+    if not folders and layout.sample_folders(checkpoints):
+        raise ConfigError(
+            f"{checkpoints} holds only samples (run --sample): the run has not begun. Start it "
+            "with the same command, without --sample."
+        )
     if not folders:
         raise ConfigError(
             f"{checkpoints} contains no checkpoint: there is no folder like 00000 in it. {_GIVE}"

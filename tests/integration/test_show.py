@@ -129,6 +129,8 @@ def test_a_sample_prints_questions_and_answers_and_keeps_only_them(
     assert outputs(here / "input") == before
     assert sorted(path.name for path in here.iterdir()) == ["checkpoints", "input", "job.yaml"]
     assert [path.name for path in (here / "checkpoints").iterdir()] == ["sample-00001"]
+    said = command("status", "checkpoints", code=2).error
+    assert "holds only samples (run --sample): the run has not begun." in said
 
 
 def test_a_sample_says_what_a_prefix_cache_saves_of_the_requests_that_were_sent(

@@ -95,7 +95,7 @@ def show_sample(
     folder: Path,
     share: float | None = 1.0,
     writes_rows: bool = False,
-    ordinals: Sequence[int] = (),
+    ordinals: Sequence[int] | None = None,
 ) -> tuple["SentSample", int]:
     """Sends a sample, and prints it. Returns it, and the exit code.
 
@@ -156,7 +156,7 @@ def show_sample(
     counted = f"{len(documents) - failed} of {plural(len(documents), 'document')} processed"
     if dropped:
         counted = f"{counted}, {dropped} of them dropped"
-    reuse = "The answers are not kept"
+    reuse = "The run sends these requests again"
     if sent.is_kept:
         reuse = "The run takes these answers where it sends the same requests"
     say(f"{counted}. {reuse}, and no other document was sent.")

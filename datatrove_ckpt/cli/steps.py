@@ -437,9 +437,10 @@ def sample_steps(short: Node, source: str, number: int) -> int:
         for step, tried in zip(read_steps(short, source), trial, strict=True):
             tried.prepare()
             share: float | None = 1.0
-            rows: list[int] = []
+            rows: list[int] | None = None
             if step.query is not None and step.sources:
                 share = None
+                rows = []
                 if queries.takes_row_by_row(step.query, tried.tables()):
                     share = shares[step.sources[0].name]
                     rows = ordinals[step.sources[0].name]
@@ -456,7 +457,7 @@ def sample_steps(short: Node, source: str, number: int) -> int:
                 count = tried.rows.rows
                 say(f"{step.name}: {plural(count, 'row') if count else 'no row reaches it'}")
             shares[step.name] = share
-            ordinals[step.name] = rows
+            ordinals[step.name] = rows or []
     return max(codes)
 
 

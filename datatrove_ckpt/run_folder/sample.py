@@ -36,7 +36,7 @@ class SentSample:
     """The documents that were sent.
 
     Attributes:
-        is_kept: the run finds the checkpoints.
+        is_kept: the run finds the answers.
         places: rank and ordinal of each document in the run.
         documents: the documents with their requests; without requests, the text is the question.
         whole: the whole input; None if its size is not known.
@@ -71,7 +71,7 @@ def take_sample(
     drawn: DrawnInput,
     folder: Path,
     writes_rows: bool = False,
-    ordinals: Sequence[int] = (),
+    ordinals: Sequence[int] | None = None,
     seconds: float = math.inf,
 ) -> SentSample:
     """Sends documents to a runner.
@@ -79,7 +79,8 @@ def take_sample(
     Args:
         folder: a folder for the output, and for checkpoints that cannot lie beside the run's.
         writes_rows: the output has the run's rows, as Parquet; else whole documents, to be shown.
-        ordinals: those that the documents have in the run, if it has another input.
+        ordinals: those that the documents have in the run, if it has another input. Without one
+            for each document, the run does not find the answers.
         seconds: time after the first answer at which the rest is given up.
 
     Raises:
@@ -90,9 +91,13 @@ def take_sample(
     recorded_requests: NotedRequests = {}
     checkpoints = _folder_beside(runner.root) or folder / "checkpoints"
     places = [(document.rank, document.ordinal) for document in documents]
-    if len(ordinals) == len(places):
+    are_known = ordinals is None or len(ordinals) == len(places)
+    if ordinals is not None and are_known:
         places = [(0, ordinal) for ordinal in ordinals]
-    record = {"servers": servers_digest(runner.step.models), "documents": [places]}
+    record = {
+        "servers": servers_digest(runner.step.models),
+        "documents": [places] if are_known else [],
+    }
     files.disk.make_dir(checkpoints)
     files.disk.replace(checkpoints / SAMPLED, orjson.dumps(record))
     output = str(folder / "output")
@@ -125,7 +130,8 @@ def take_sample(
         (document, recorded_requests.get(id(document)) or [RecordedRequest(text)])
         for document, text in zip(documents, texts, strict=True)
     ]
-    return SentSample(checkpoints, checkpoints.parent != folder, places, sent, drawn.whole)
+    is_kept = are_known and checkpoints.parent != folder
+    return SentSample(checkpoints, is_kept, places, sent, drawn.whole)
 
 
 def _folder_beside(root: Path | None) -> Path | None:

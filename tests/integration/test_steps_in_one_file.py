@@ -698,6 +698,8 @@ def test_a_sample_takes_rows_through_all_steps_and_the_run_takes_its_answers(ser
     assert "size of the input is not known" in said[said.index("topics:") :]  # a query groups
     assert said.count("not known") == 1
     assert said.count("cost   ") == 3
+    assert said.count("The run takes these answers where") == 2
+    assert "The run sends these requests again" in said[said.index("topics:") :]
     assert len(server.payloads) == 3 + 3 + 1
     assert not list(Path("qa").rglob("*.parquet"))
     before = len(server.payloads)

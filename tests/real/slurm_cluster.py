@@ -113,8 +113,9 @@ class Cluster:
 
     def __exit__(self, *_):
         assert self._namespace is not None
-        # Closes the pipe; returns when the kernel has killed everything inside.
-        self._namespace.communicate()
+        # Returns when the kernel has killed everything inside. A line, and not the pipe's end: forked
+        # processes of other tests have the pipe, too.
+        self._namespace.communicate(b"\n")
 
     def _write_config(self):
         for name in ("munge", "state", "log", "run", *(f"spool/{node}" for node in NODES)):

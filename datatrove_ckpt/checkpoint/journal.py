@@ -169,8 +169,9 @@ class ChunkJournal:
     """``chunk_00007.jsonl`` of one rank. Only the storage thread appends.
 
     Args:
-        end: the ordinal after the chunk's last document, if the journal may hold documents of an
-            earlier attempt.
+        end: the ordinal after the chunk's last document; None: the recovery has found no such
+            journal. What a fenced-off process has appended since does not count, and may be mixed
+            with this process's lines: nothing is cut off.
     """
 
     def __init__(self, path: Path, first_ordinal: int, end: int | None = None) -> None:
@@ -182,11 +183,14 @@ class ChunkJournal:
         """Time that the rank took until an earlier attempt's last write to the journal."""
         self._offsets = array("q")
         self._lengths = array("I")
-        size = 0
         self.uncounted: list[DocumentTally] = []
         """The documents that are not in ``done`` yet."""
         self.done = CompletedWork()
         """The work of the other documents."""
+        if end is None:
+            self.file = files.AppendFile(path)
+            return
+        size = 0
         for line, finished in read_finished(path, self.recovered, first_ordinal, end):
             size = line.offset + line.length
             if finished is not None:

@@ -8,12 +8,15 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.fence import RunClaim
 from datatrove_ckpt.checkpoint.identity import RunIdentity, read_run
+from datatrove_ckpt.checkpoint.layout import journal_path
+from datatrove_ckpt.checkpoint.open_checkpoint import RankFiles
 from datatrove_ckpt.errors import Fenced
 from datatrove_ckpt.output.targets import LocalTarget
 from datatrove_ckpt.testing import FakeServer
@@ -118,6 +121,19 @@ def test_a_second_start_of_a_rank_leaves_the_log_of_the_first(tmp_path, server, 
     assert "\0" not in ended
 
 
+def has_saved_what_is_answered(checkpoints):
+    """Two chunks of five documents, and two documents of the next."""
+    last_chunk = checkpoints / "last_chunk/00000.txt"
+    journals = [checkpoints / f"00000/chunk_0000{index}.jsonl" for index in (1, 2)]
+    return (
+        last_chunk.exists()
+        and last_chunk.read_text().strip() == "1"
+        and not journals[0].exists()
+        and journals[1].exists()
+        and journals[1].read_bytes().count(b"\n") == 2
+    )
+
+
 @pytest.mark.matrix("locks", ["local", "none"])
 @pytest.mark.parametrize("asleep", [True, False])
 def test_without_locks_the_process_that_started_first_stops_before_it_writes_anything_more(
@@ -125,6 +141,7 @@ def test_without_locks_the_process_that_started_first_stops_before_it_writes_any
 ):
     first = start(tmp_path, server, locks)
     until(lambda: server.asked.total() >= 12 + 4)
+    until(lambda: has_saved_what_is_answered(tmp_path / "checkpoints"))
     if asleep:
         os.kill(first.pid, signal.SIGSTOP)  # a node that was lost, and comes back later
     second = start(tmp_path, server, locks)
@@ -137,6 +154,33 @@ def test_without_locks_the_process_that_started_first_stops_before_it_writes_any
     assert "Fenced: Another process has taken over" in first_error
     assert f"pid {second.pid}" in first_error
     assert second.returncode == 0, second_error
+    assert_whole(tmp_path)
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_what_a_fenced_off_process_still_appends_to_a_journal_counts_once(
+    tmp_path, server, monkeypatch, has_begun
+):
+    """It looked at the fence, was stopped, and writes once it goes on: before the first line of the
+    new owner, or after it.
+    """
+    write = RankFiles.write
+    late = set()
+
+    def write_beside(rank, answers, documents):
+        for chunk, group in documents.items():
+            path = journal_path(rank.folder, chunk.index)
+            if path.exists() is has_begun and chunk.index not in late:
+                late.add(chunk.index)
+                lines = [replace(one, document=b'{"id":"late"}').to_line() for one in group]
+                with path.open("ab") as journal:
+                    journal.write(b"".join(lines))
+        write(rank, answers, documents)
+
+    monkeypatch.setattr(RankFiles, "write", write_beside)
+    server.release()
+    run_job(tmp_path, server, 60)
+    assert late
     assert_whole(tmp_path)
 
 

@@ -85,7 +85,7 @@ def test_a_torn_last_line_is_cut_before_the_next_append(tmp_path):
     content = (tmp_path / "journal").read_bytes()
     for cut in range(size, len(content)):
         (tmp_path / "journal").write_bytes(content[:cut])
-        again = ChunkJournal(tmp_path / "journal", 0)
+        again = ChunkJournal(tmp_path / "journal", 0, 2)
         assert list(again.recovered) == [0]
         again.append([finished(1)])
         files.disk.close()
@@ -103,7 +103,7 @@ def test_a_document_that_is_missing_or_another_one_is_noticed(tmp_path, group, s
     journal = ChunkJournal(tmp_path / "journal", 0)
     journal.append(group)
     with pytest.raises(CheckpointCorrupt, match=said):
-        list(ChunkJournal(tmp_path / "journal", 0).read_in_order())
+        list(ChunkJournal(tmp_path / "journal", 0, 2).read_in_order())
 
 
 def test_what_the_system_writes_in_parts_is_written_whole(tmp_path, monkeypatch):
@@ -126,7 +126,7 @@ def test_what_a_fenced_process_added_meanwhile_shifts_nothing_and_counts_once(
     ours.append([finished(1)])
     both = [("written", (ordinal, finished(ordinal).document)) for ordinal in (0, 1)]
     assert list(ours.read_in_order()) == both
-    assert list(ChunkJournal(tmp_path / "journal", 0).read_in_order()) == both
+    assert list(ChunkJournal(tmp_path / "journal", 0, 2).read_in_order()) == both
 
 
 def test_more_journals_than_open_files_are_all_written(tmp_path, monkeypatch):

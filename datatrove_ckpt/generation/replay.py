@@ -99,7 +99,7 @@ def replays_of(
     share: the rank's part of the run's documents.
     """
     recorded = RecordedDocuments(root, rank, share)
-    if why_not_replayed(step):
+    if why_not_replayed(step) or not event_loop.is_audited(asyncio.get_running_loop()):
         recorded.is_stopped = True
     with shared_arguments(step.shared_context, preemption) as shared, rollouts_run():
         yield Replays(step, bind_shared(step.rollout_fn, shared), recorded)

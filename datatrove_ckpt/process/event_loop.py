@@ -74,6 +74,11 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
+def is_audited(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether a loop raises audit events: Python's own, or one of ``run``."""
+    return isinstance(loop, asyncio.BaseEventLoop) or _HIDDEN.keys() <= vars(loop).keys()
+
+
 async def _audited_call(
     event: str,
     call: Callable[..., Awaitable[object]],

@@ -23,7 +23,7 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.checksummed_lines import checksummed_json, read_checksummed_json
 from datatrove_ckpt.checkpoint.history import ReplayResult, parse_line
 from datatrove_ckpt.common import redaction
-from datatrove_ckpt.errors import CheckpointMismatch, DocumentFailed
+from datatrove_ckpt.errors import CheckpointMismatch, DocumentFailed, GoalReached
 from datatrove_ckpt.generation import provider_passes, recorded_documents, replay
 from datatrove_ckpt.generation.recorded_documents import RecordedDocuments
 from datatrove_ckpt.readers import JsonlReader
@@ -223,6 +223,20 @@ def test_no_side_effect_happens_twice(tmp_path, server, monkeypatch, lines, kind
     assert recorded(tmp_path) == []
     said = [line for line in lines if "is not run again for documents that are done" in line]
     assert len(said) == 1
+
+
+def test_a_connection_on_a_loop_of_the_user_is_made_once(tmp_path, server, over):
+    """uvloop raises no audit events, unless this package makes the loop."""
+    effect = Effect(tmp_path)
+
+    async def rollout(document, generate):
+        await effect.connect()
+        return await generate(chat(document.text))
+
+    with pytest.raises(GoalReached):
+        over(runner(tmp_path, server, rollout, until=3).run_async(documents(6)))
+    over(runner(tmp_path, server, rollout).run_async(documents(6)))
+    assert effect.number == 6
 
 
 def test_a_rare_side_effect_ends_the_record(tmp_path, server, monkeypatch):

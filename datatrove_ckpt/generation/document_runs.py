@@ -35,7 +35,7 @@ from datatrove_ckpt.generation.requests import (
     RolloutRequests,
 )
 from datatrove_ckpt.generation.results import DROPPED, ResultEncoder
-from datatrove_ckpt.generation.side_effects import EffectWatch, watched
+from datatrove_ckpt.generation.side_effects import EffectWatch, current
 from datatrove_ckpt.generation.user_rollout import name_of
 from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.process.shutdown import exit_error
@@ -124,9 +124,9 @@ class DocumentRollouts:
                 task.cancel()
 
     async def _run_rollout(self, document: Document, request: RolloutRequests) -> object:
+        token = current.set(self.watch)  # ``watched`` costs each document a generator
         try:
-            with watched(self.watch):
-                result = await self.rollout_fn(document, BoundGenerate(request))
+            result = await self.rollout_fn(document, BoundGenerate(request))
         except BaseException as error:
             end_fork(self._pid, error)
             if drops(error):
@@ -136,6 +136,8 @@ class DocumentRollouts:
             if self._shutdown.aborted or self._shutdown.raised(error):
                 raise
             raise exit_error(f"the rollout {name_of(self.rollout_fn)}", error) from error
+        finally:
+            current.reset(token)
         end_fork(self._pid)
         if document is result:
             raise DocumentNotSerializable(

@@ -134,6 +134,8 @@ class RecordingAnswers(DocumentAnswers):
         sent: payloads as JSON.
     """
 
+    is_asked = True
+
     def __init__(
         self,
         rank: RankContext,

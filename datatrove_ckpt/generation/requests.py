@@ -156,6 +156,7 @@ class DocumentAnswers:
     """One document's answers, and the counts of its rollouts.
 
     Attributes:
+        is_asked: whether ``saved`` is called for each request, also if nothing is saved.
         paid, cost: number of answers that this attempt has paid for, and their cost in billionths.
         hashes, payloads: hash and payload of the last request of each rollout.
         reused: number of requests and calls of each rollout that earlier attempts have saved.
@@ -166,6 +167,7 @@ class DocumentAnswers:
     """
 
     failure: CkptError | None = None
+    is_asked = False
     failed = cut_off = empty = 0
     parked = batch_answers = paid = cost = 0
     _cached: asyncio.Future[dict[AnswerKey, CachedAnswer]] | None = None
@@ -576,7 +578,7 @@ class RolloutRequests:
         body = body_of(sent, has_null)
         answers.hashes[rollout_idx] = key.payload_hash
         answers.payloads[rollout_idx] = payload
-        answer = await answers.saved(key)
+        answer = await answers.saved(key) if answers.is_asked or answers.slot.cached else None
         try:
             result = None if answer is None else _from_cache(answer, config)
             if result is None:

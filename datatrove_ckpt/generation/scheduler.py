@@ -229,9 +229,8 @@ class Scheduler:
         # If a wait raises, ``abort`` must come before any document is cancelled.
         try:
             try:
-                await self.replays.refuse_changes(
-                    self.checkpoint
-                )  # beside the start of the servers
+                # Beside the start of the servers.
+                await self.replays.refuse_changes(self.checkpoint)
                 await self._admit_all(documents)
             except CheckpointMismatch as error:
                 self.shutdown.fail(error)

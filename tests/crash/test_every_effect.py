@@ -122,8 +122,7 @@ def test_output_is_the_same_after_a_crash_at_every_effect_of_every_recovery(
         assert any(point.startswith(step) for point in report.points), step
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("older, step", [(False, 17), (False, 1), (True, 1)])
+@pytest.mark.matrix("older, step", [(False, 17), (False, 1), (True, 1)])
 def test_ranks_agree_on_their_job_after_a_crash_at_every_effect(folder, older, step):
     """And a rank of another job is refused as soon as one holds work."""
     with FakeServer() as server:
@@ -152,8 +151,7 @@ def test_ranks_agree_on_their_job_after_a_crash_at_every_effect(folder, older, s
     assert "rename job.json" in report.points
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("step, number", [(7, 2), (1, 1), (1, 2)])
+@pytest.mark.matrix("step, number", [(7, 2), (1, 1), (1, 2)])
 def test_what_was_on_disk_as_answered_is_never_asked_for_again(folder, step, number):
     with ExitStack() as stack:
         servers = [stack.enter_context(FakeServer(delay=slow_start)) for _ in range(number)]
@@ -177,8 +175,7 @@ def test_what_was_on_disk_as_answered_is_never_asked_for_again(folder, step, num
         assert all(server.payloads for server in servers)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     "kind, step",
     [
         ("parquet", 9),
@@ -268,8 +265,7 @@ def test_output_is_the_same_after_every_disk_error_and_what_was_written_is_kept(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.matrix
-@pytest.mark.parametrize("disk_type", [CopyingDisk, CopyingPowerLossDisk])
+@pytest.mark.matrix("disk_type", [CopyingDisk, CopyingPowerLossDisk])
 def test_the_history_survives_a_crash_at_every_effect_also_while_it_is_replaced(
     folder, monkeypatch, disk_type
 ):

@@ -141,8 +141,7 @@ def stopped_in_the_middle(folder):
 ALL = (*EFFECTS, *REMOTE_EFFECTS)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     "after_crash, counted, step",
     [(keep_the_node, OF_FILES, 9), (keep_the_node, ALL, 1), (lose_the_node, ALL, 1)],
 )
@@ -232,8 +231,7 @@ def finish_on_another_node(folder, run):
     go_back(folder)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("step", [50, 3, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.matrix("step", [50, 3, pytest.param(1, marks=pytest.mark.full)])
 def test_killed_at_every_effect_finished_on_another_node_and_run_again_is_complete(folder, step):
     write_input(folder, [f"text {n}" for n in range(3)])
     prove_with_another_node(folder, finish_on_another_node, step)

@@ -131,9 +131,8 @@ def test_answers_are_handed_on_from_run_to_run(tmp_path, server):
     assert not server.asked
 
 
-@pytest.mark.matrix
 @pytest.mark.usefixtures("code_described_once")
-@pytest.mark.parametrize("step", [7, 1])
+@pytest.mark.matrix("step", [7, 1])
 def test_no_kill_loses_an_answer_that_is_kept(tmp_path, server, step):
     def attempt(folder):
         start(folder, server, TwoSteps("Shorter"), number=1, keep_answers=True)

@@ -221,9 +221,8 @@ EMBEDS = ENGINE.replace(
 )
 
 
-@pytest.mark.matrix
 @pytest.mark.usefixtures("gathered")
-@pytest.mark.parametrize("text", ["die", "die once"])
+@pytest.mark.matrix("text", ["die", "die once"])
 def test_a_server_that_dies_of_a_text_fails_no_other_document(here, policy, text):
     policy("RELAUNCH", first=0.0)
     policy("RESTART", first=0.01)

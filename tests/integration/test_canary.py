@@ -138,8 +138,7 @@ def server():
         yield running
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("given", ["api_key", "api_key_env", "endpoints"])
+@pytest.mark.matrix("given", ["api_key", "api_key_env", "endpoints"])
 def test_no_canary_is_in_a_log_a_file_a_page_a_pickle_a_process_list_or_a_providers_error(
     tmp_path, server, given, command, monkeypatch
 ):

@@ -78,8 +78,7 @@ def test_retrying_processes_just_the_dead_letters_into_files_of_their_own(
     assert not server.asked, "nothing is left to retry"
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("lost", ["00000_chunk_00000.jsonl", "00000_chunk_retry1_00000.jsonl"])
+@pytest.mark.matrix("lost", ["00000_chunk_00000.jsonl", "00000_chunk_retry1_00000.jsonl"])
 def test_documents_that_a_retry_has_taken_stay_out_of_a_chunk_that_is_made_again(
     tmp_path, server, lost
 ):
@@ -193,9 +192,8 @@ def test_a_retry_whose_workers_are_killed_is_not_complete(tmp_path, server):
     execute(retry=True)
 
 
-@pytest.mark.matrix
 @pytest.mark.usefixtures("code_described_once")
-@pytest.mark.parametrize("retrying, step", [(False, 9), (False, 1), (True, 1)])
+@pytest.mark.matrix("retrying, step", [(False, 9), (False, 1), (True, 1)])
 def test_dead_letters_are_each_there_once_after_a_crash_at_every_effect(
     ram, server, retrying, step
 ):

@@ -87,8 +87,7 @@ def test_one_dead_endpoint_of_two_is_a_warning(server):
     assert [check.state for check in check_endpoints(config)] == ["ok", "warning"]
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     "answer, state, says",
     [
         (web.json_response({"data": [{"id": "fake", "max_model_len": 1024}]}), "problem",

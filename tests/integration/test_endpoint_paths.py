@@ -45,8 +45,7 @@ class Gateway(FakeServer):
         return await self._answered(request.clone(rel_url="/v1/chat/completions"))
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     "api, given, lists_models",
     [
         ("/v1", "", True),

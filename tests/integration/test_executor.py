@@ -68,8 +68,7 @@ def completed(folder):
     return {int(path.name) for path in (folder / "logs/completions").glob("*")}
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.matrix("workers", [1, 2])
 def test_each_rank_runs_once_with_a_copy_of_the_pipeline_of_its_own(tmp_path, workers):
     executor = job(tmp_path, 5, workers)
     stats = executor.run()
@@ -100,8 +99,7 @@ def test_the_last_of_several_machines_writes_the_statistics_of_all(tmp_path):
     assert json.loads((tmp_path / "logs/stats.json").read_text())[0]["stats"]["ranks"] == 3
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     "fails, error",
     [
         ("error", ValueError),
@@ -121,8 +119,7 @@ def test_a_rank_that_fails_is_an_error_and_not_complete(tmp_path, fails, error):
         assert "task 1: its worker process was ended by SIGKILL" in str(caught.value)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("first", [LocalPipelineExecutor, DatatroveExecutor])
+@pytest.mark.matrix("first", [LocalPipelineExecutor, DatatroveExecutor])
 def test_what_it_depends_on_runs_first(tmp_path, first):
     job(tmp_path, depends=job(tmp_path / "first", 2, kind=first)).run()
     assert sorted(attempts(tmp_path / "first")) == [0, 1]

@@ -397,9 +397,8 @@ def test_lines_that_come_while_a_file_is_read_are_part_of_the_finished_input(
     assert f"'{grown.name}' had {record[limit != -1][1]} bytes" in job(limit=limit, code=1).err
 
 
-@pytest.mark.matrix
 @pytest.mark.usefixtures("code_described_once")
-@pytest.mark.parametrize("step", [9, 1])
+@pytest.mark.matrix("step", [9, 1])
 def test_the_record_is_right_after_a_crash_at_every_effect(ram, monkeypatch, step):
     """Of two chunks, the first is committed before the record is written, the second after that.
 

@@ -204,8 +204,7 @@ def executor_of(folder, server, *steps):
     return OurExecutor(pipeline, tasks=2, workers=1, logging_dir=str(folder / "logs"))
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     "then, now, shown",
     [
         ([drop_odd], [], "then: reader -> drop_odd\n  now: reader\n"),
@@ -260,8 +259,7 @@ def nodes(tmp_path, server):
     return Nodes(tmp_path, server)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.matrix("kept", [True, False])
 def test_another_number_of_tasks_is_refused_though_the_finished_rank_is_on_another_node(
     nodes, kept
 ):

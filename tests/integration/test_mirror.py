@@ -256,9 +256,8 @@ def assert_restored(stopped):
     assert answered(restored_folder(stopped)) == up_to("text 4 again")
 
 
-@pytest.mark.matrix
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     "places, every", [(2, 3), (40, 1), pytest.param(None, 1, marks=pytest.mark.full)]
 )
 def test_no_damage_to_any_one_object_costs_more_than_a_version(

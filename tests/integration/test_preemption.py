@@ -45,8 +45,7 @@ def expected(tmp_path, rollout, number):
 # --------------------------------------------------------------------------- what still finishes
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     "number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name
 )
 def test_requests_in_flight_finish_nothing_new_starts_and_the_old_handler_gets_the_signal(
@@ -133,8 +132,7 @@ def test_a_document_that_fails_while_the_rank_drains_does_not_keep_the_signal_fr
     assert any("ERROR" in line and "a bug" in line for line in log)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("status", [500, 503, 429])
+@pytest.mark.matrix("status", [500, 503, 429])
 def test_an_answer_of_a_server_that_also_got_the_signal_fails_no_document(
     tmp_path, reraised, status
 ):
@@ -280,8 +278,7 @@ def test_while_the_users_context_is_entered_a_signal_raises_at_once(tmp_path, re
     assert not server.asked
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("where", ["restore", "prepare"])
+@pytest.mark.matrix("where", ["restore", "prepare"])
 def test_before_the_first_document_a_signal_does_not_wait_for_a_remote(
     tmp_path,
     reraised,

@@ -164,8 +164,7 @@ def test_a_file_of_requests_that_could_not_be_written_whole_is_not_sent(
     assert_paid(tmp_path, provider, batches=1)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("lost", [502, 429])
+@pytest.mark.matrix("lost", [502, 429])
 def test_answers_that_are_missing_are_asked_for_again(tmp_path, lost, provider):
     """Expired, failed and unfinished requests, a lost answer to each path, a batch out of order."""
     draws = random.Random(0)
@@ -480,8 +479,7 @@ def of_the_list(provider):
         provider._listed[name] = 0.0
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     "ignores_after, pages", [(False, [None, "old_150", "old_50"]), (True, [None, "old_150"])]
 )
 def test_a_long_list_is_read_to_its_end(tmp_path, ignores_after, pages):
@@ -602,8 +600,7 @@ PAID = [
 ]
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("set_up, attempts, batches", PAID, ids=[*ODD, "400", "404", *IN_TWO])
+@pytest.mark.matrix("set_up, attempts, batches", PAID, ids=[*ODD, "400", "404", *IN_TWO])
 def test_what_was_paid_for_is_kept_however_a_batch_is_described_and_ends(
     tmp_path, set_up, attempts, batches, provider
 ):
@@ -625,8 +622,7 @@ def test_answers_in_an_unknown_form_are_paid_for_twice_at_most(tmp_path, provide
     assert len(provider.batches) == 2
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     "errors, cause",
     [
         (None, "refused batch batch_2: it names no cause"),

@@ -54,9 +54,8 @@ def refused(here, command):
     return run
 
 
-@pytest.mark.matrix
 @pytest.mark.usefixtures("without_extras")
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     "replacements, says",
     [
         ([(": documents", ": s3://bucket/in")], f"pipeline[0] JsonlReader: {S3}"),

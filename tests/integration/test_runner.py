@@ -94,8 +94,7 @@ def as_manager():
     yield {"word": "from a manager"}
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     "context, word",
     [
         ({"word": "from a dict"}, "from a dict"),

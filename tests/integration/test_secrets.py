@@ -207,8 +207,7 @@ def interrupt(limit):
     raise KeyboardInterrupt
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     "end, kind",
     [(interrupt, KeyboardInterrupt), (lambda limit: limit.reschedule(0.0), TimeoutError)],
 )

@@ -412,8 +412,7 @@ def test_a_run_folder_with_the_input_in_it_is_not_to_be_moved_aside(job, command
 # the first document and the input's files --------------------------------------------------------
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     "setting, columns",
     [
         ("prompt=Say {txt}", 'text, id, file_path, did you mean "text"?'),
@@ -766,8 +765,7 @@ _REQUESTED = (
 )
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     "words, prompt, asked",
     [
         (_REQUESTED, 17, 2040),

@@ -248,8 +248,7 @@ def test_what_cannot_be_read_is_no_reason_to_make_it_again(job, said, monkeypatc
 # unfinished --------------------------------------------------------------------------------------
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("is_new", [False, True])
+@pytest.mark.matrix("is_new", [False, True])
 def test_a_rank_that_has_finished_while_others_were_looked_at_is_looked_at_again(
     tmp_path, server, said, monkeypatch, is_new
 ):
@@ -345,8 +344,7 @@ def test_where_a_file_may_be_another_runs_it_stays_and_repair_says_so(job, said,
     assert file.exists()
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("kind", [*reversed(MENDABLE)])
+@pytest.mark.matrix("kind", [*reversed(MENDABLE)])
 def test_a_damaged_file_is_named_with_what_to_do_and_its_repaired_chunk_alone_is_made_again(
     job, server, said, undamaged, kind
 ):
@@ -375,8 +373,7 @@ def test_a_damaged_file_is_named_with_what_to_do_and_its_repaired_chunk_alone_is
     assert (job / "checkpoints/last_chunk/00000.txt").read_text() == "3\n"
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("chunks", [(0, 2), (0, 1, 2, 3), (2, 3)])
+@pytest.mark.matrix("chunks", [(0, 2), (0, 1, 2, 3), (2, 3)])
 def test_dead_letters_of_repaired_chunks_are_there_once(job, server, said, undamaged, chunks):
     for chunk in chunks:
         for rank in range(2):
@@ -432,8 +429,7 @@ def crashes(repair, folder, disk_type, points):
             yield crash
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     "disk_type, run_first, every",
     [(CopyingDisk, False, 5), (CopyingDisk, False, 1), (CopyingPowerLossDisk, True, 1)],
 )
@@ -497,8 +493,7 @@ def test_a_crash_at_any_effect_of_a_repair_and_of_the_run_after_it_ends_in_the_s
     assert outputs(damaged / "output") == outputs(damaged.with_name("undamaged"))
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("left", ["journal", "cache"])
+@pytest.mark.matrix("left", ["journal", "cache"])
 def test_a_repair_uses_a_journal_or_cached_answers_that_are_still_there(
     job,
     server,

@@ -66,8 +66,7 @@ def test_a_rank_without_documents_starts_no_server_and_leaves_the_warm_one():
     assert len(running()) == len(engines()) == 1
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.matrix("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_server_that_is_not_well_between_two_ranks_is_started_anew(number, monkeypatch, log):
     kill = server.InferenceServer.kill
 
@@ -94,8 +93,7 @@ def test_a_server_that_is_not_well_between_two_ranks_is_started_anew(number, mon
     assert "takes over server 0 (log" in log[-1] + "".join(log)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("end", [KeyboardInterrupt, DocumentFailed])
+@pytest.mark.matrix("end", [KeyboardInterrupt, DocumentFailed])
 @pytest.mark.parametrize("after_its_last_answer", [False, True])
 def test_a_rank_that_is_stopped_or_fails_leaves_no_server(end, after_its_last_answer, monkeypatch):
     def finish(*_):
@@ -122,8 +120,7 @@ def change_environment():
     return {}
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     "change, is_other",
     [
         (lambda: {"model_kwargs": {"server_script": "engine.py", "seed": 1}}, True),
@@ -206,9 +203,8 @@ def test_a_process_that_ends_normally_has_ended_its_servers_first(end):
     assert process.returncode == {"an error": 1, "Ctrl-C": -2}.get(end, 0), errors
 
 
-@pytest.mark.matrix
 @pytest.mark.skipif(sys.platform != "linux", reason="needs pidfd")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.matrix("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_process_that_is_killed_between_two_ranks_leaves_no_server(number):
     # Not one long sleep: a signal that comes just before it would be handled after it only.
     with job(

@@ -84,8 +84,7 @@ async def gives_up(document, generate):
         return None
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     "rollout, status", [(gives_up, 503), (ask, 429), (swallows_and_tries_again, 500)]
 )
 def test_an_outage_makes_no_dead_letters_and_the_same_command_resumes(tmp_path, rollout, status):
@@ -169,8 +168,7 @@ FAULTS = {"error": {"error": {"message": "upstream", "code": 500}}, "NaN": vecto
 AT_FAULT = {"request_max_attempts": 2, "max_concurrent_generations": 4}
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("fault", [500, 504, 403, 451, *FAULTS])
+@pytest.mark.matrix("fault", [500, 504, 403, 451, *FAULTS])
 def test_a_document_that_always_fails_while_others_are_answered_is_set_aside(tmp_path, fault):
     """First it stops the run by name. The next run has nothing to compare it with."""
     rollout = ask if isinstance(fault, int) else embeds
@@ -284,8 +282,7 @@ EXITS = [
 ]
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("error, rollouts", [*((error, 1) for error in EXITS), (EXITS[3], 2)])
+@pytest.mark.matrix("error, rollouts", [*((error, 1) for error in EXITS), (EXITS[3], 2)])
 def test_a_rollout_that_exits_fails_its_document(tmp_path, server, error, rollouts):
     async def leave(document, generate):
         result = await ask(document, generate)
@@ -326,8 +323,7 @@ def exiting_manager():
     yield {}
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("place", ["task", "context", "manager", "reader", "generator"])
+@pytest.mark.matrix("place", ["task", "context", "manager", "reader", "generator"])
 def test_nothing_that_a_rank_runs_can_end_it_in_success(tmp_path, server, place):
     def reader(data=None, rank=0, world_size=1):
         yield from documents(3)

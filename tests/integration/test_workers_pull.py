@@ -274,8 +274,7 @@ def test_a_task_that_runs_without_a_claim_ends_no_worker_well(server):
     assert complete() == {*range(TASKS)}
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("left", ["0000[0-3]", "none"])
+@pytest.mark.matrix("left", ["0000[0-3]", "none"])
 def test_settings_of_another_run_end_a_worker_with_2(server, left):
     write(server)
     ended(worker())

@@ -35,8 +35,7 @@ LENGTHS = {
 }
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.matrix("seed", range(3))
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 def test_the_engine_is_kept_busy_with_a_short_queue(engine, lengths, seed):
@@ -53,8 +52,7 @@ def reasoning(chance, now):
     return chance.randint(50, 200), min(4000, int(chance.lognormvariate(6.5, 0.9)) + 1)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.matrix("seed", range(3))
 def test_long_answers_that_do_not_all_fit_the_cache_are_not_held_back(seed):
     """Preempted requests cost less than places that stay empty."""
 
@@ -342,8 +340,7 @@ async def test_documents_that_wait_for_each_other_before_they_ask_are_started(mo
     assert work.most > 0
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("rollout, fewest, most", [(plain, 16, 32), (with_other_work, 60, 170)])
+@pytest.mark.matrix("rollout, fewest, most", [(plain, 16, 32), (with_other_work, 60, 170)])
 async def test_documents_keep_the_requests_in_flight_and_are_not_many_more(rollout, fewest, most):
     work = Work(config(max_concurrent_generations="auto"), rollout)
     await work.run(500)

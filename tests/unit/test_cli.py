@@ -126,8 +126,7 @@ def test_our_errors_are_1_and_a_message_and_their_traceback_is_in_the_task_log(r
     assert not Path("logs/completions/00000").exists()
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     "module, interrupt",
     [
         ("datatrove", "signal.raise_signal(signal.SIGINT)"),
@@ -171,8 +170,7 @@ _OF_OTHERS = {"aiohttp", "datatrove", "fsspec", "loguru", "numpy", "pyarrow", "y
 _COMMAND = "from datatrove_ckpt.cli.main import main\ntry: main({})\nexcept SystemExit: pass"
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     "code, later",
     [
         (_COMMAND.format(["--version"]), _SLOW | _OF_OTHERS),

@@ -93,8 +93,7 @@ def project(tmp_path):
     return tmp_path
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     "kind, seen, harmless",
     [
         ("dict", ["--prompt=Sing"], "--tasks=9"),

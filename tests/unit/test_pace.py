@@ -77,8 +77,7 @@ async def ask_for(minutes, provider, number="auto", workers=500):
 ALL = ("quotas", "wait")
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     "made, minutes, share, refused",
     [
         ({"requests": 60, "shows": ALL}, 3, 0.95, 0),

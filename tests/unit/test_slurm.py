@@ -205,8 +205,7 @@ def test_in_an_element_of_an_array_nothing_is_submitted_and_the_work_is_done(
     assert list(Path("submitted").iterdir()) == []
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     "number, there",
     [
         ("8", "Already submitted: job 7, without the job that checks"),
@@ -228,8 +227,7 @@ def test_a_refusal_of_sbatch_is_1_and_says_what_was_submitted(
     assert said.endswith(f" The script is in {login_node}/slurm_run/logs/launch_script.slurm.\n")
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     "printed",
     [
         "Submitted batch job {number} on cluster big-2",

@@ -44,10 +44,11 @@ def hold(file, section, text, **names):
 
 def refuse(file, code, names, **more):
     """Holds what an expression, the title of a section, is refused with. A new mistake is a title
-    without a text.
+    without a text. Returns the error.
     """
     with pytest.raises((CkptError, ImportError, TypeError, ValueError)) as refused:
         eval(code, {**names})
     text = str(refused.value)
     assert "hunter2" not in text
     hold(file, code, text, **more)
+    return refused.value

@@ -58,49 +58,19 @@ class Run:
         return self.seen, self.model.state_dict()
 
 
-def multigpu_torchrun(run, saved, stop):
-    """PyTorch's DDP tutorial: it looks at a batch before each epoch."""
+def loop(run, saved, stop, peeks=False, seeds=False, batches_of_step=1):
     step = saved.restore(loader=run.loader, **run.states) or 0
+    if seeds:  # and an evaluation before the first step
+        torch.manual_seed(123)
+        random.seed(123)
+        run.model(torch.randn(3, 2))
     for epoch in range(saved.epoch, EPOCHS):
-        size = len(next(iter(run.loader)))
-        assert size == BATCH
-        run.dataset.set_epoch(epoch)
-        for batch in run.loader:
-            run.backward(batch)
-            run.update()
-            step += 1
-            saved.maybe_save(step, loader=run.loader, **run.states)
-            if step == stop:
-                return
-
-
-def nanogpt(run, saved, stop):
-    """Two batches to a step."""
-    step = saved.restore(loader=run.loader, **run.states) or 0
-    epoch = saved.epoch
-    while epoch < EPOCHS:
-        run.dataset.set_epoch(epoch)
-        batches = iter(run.loader)
-        while (batch := next(batches, None)) is not None:
-            for batch_of_step in (batch, next(batches)):
-                run.backward(batch_of_step)
-            run.update()
-            step += 1
-            saved.maybe_save(step, loader=run.loader, **run.states)
-            if step == stop:
-                return
-        epoch += 1
-
-
-def accelerate(run, saved, stop):
-    """``accumulate``: each batch is a call, and the last one of a step changes the weights."""
-    step = saved.restore(loader=run.loader, **run.states) or 0
-    for epoch in range(saved.epoch, EPOCHS):
+        if peeks:
+            assert len(next(iter(run.loader))) == BATCH
         run.dataset.set_epoch(epoch)
         for number, batch in enumerate(run.loader, 1):
             run.backward(batch)
-            sync_gradients = number % 2 == 0
-            if not sync_gradients:
+            if number % batches_of_step:
                 continue
             run.update()
             step += 1
@@ -109,29 +79,19 @@ def accelerate(run, saved, stop):
                 return
 
 
-def torchtune(run, saved, stop):
-    """It evaluates before the first step, and seeds."""
-    step = saved.restore(loader=run.loader, **run.states) or 0
-    torch.manual_seed(123)
-    random.seed(123)
-    run.model(torch.randn(3, 2))
-    for epoch in range(saved.epoch, EPOCHS):
-        run.dataset.set_epoch(epoch)
-        for batch in run.loader:
-            run.backward(batch)
-            run.update()
-            step += 1
-            saved.maybe_save(step, loader=run.loader, **run.states)
-            if step == stop:
-                return
+FORMS = {
+    "PyTorch's DDP tutorial": {"peeks": True},
+    "nanoGPT, and accumulate of Accelerate": {"batches_of_step": 2},
+    "torchtune": {"seeds": True},
+}
 
 
-@pytest.mark.parametrize("form", [multigpu_torchrun, nanogpt, accelerate, torchtune])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_a_training_that_stops_is_that_of_no_stop(documents, tmp_path, form):
     def train(folder, stop):
         run = Run(documents)
         with TrainingCheckpoints(folder, save=EverySteps(1), asynchronous=False) as saved:
-            form(run, saved, stop)
+            loop(run, saved, stop, **form)
         return run.result
 
     assert_stops_change_nothing(train, tmp_path, [3, 8, None])

@@ -230,24 +230,19 @@ def test_the_same_ranks_and_workers_get_exactly_what_would_have_followed(folder,
 
 
 def test_states_that_cannot_be_merged_are_refused(folder):
-    def states_of(make=packed, before=(2, 2), steps=3, **options):
-        return stopped(lambda place: make(folder, place, **options), before, steps)[1]
+    def states_of(*datasets):
+        for dataset in datasets:
+            next(iter(dataset))
+            yield dataset.state_dict()
 
-    states = states_of()
-    foreign = Pack(Rows([[1, 2, 3]] * 9), 2)
-    next(iter(foreign))
-    for given, message in (
-        (states[:1], r"rank 1 of world_size=2.*is missing"),
-        (states_of(mixed, (1, 0), 1), "no state of Pack"),
-        ([states[0], states_of(pad=1)[1]], "not of one run"),
-        ([foreign.state_dict()], r"is no ReaderDataset.*load_state_dict"),
+    for states, message in (
+        (states_of(Pack(Rows([[1, 2, 3]] * 9), 2)), r"is no ReaderDataset.*load_state_dict"),
+        (states_of(packed(folder), packed(folder, pad=1)), "not of one run: options is"),
     ):
-        with pytest.raises((CheckpointMismatch, ConfigError), match=message):
-            restore(loader(packed(folder)), given)
-    with pytest.raises(CheckpointMismatch, match="length=16, now 17"):
-        restore(loader(Pack(rows(folder, (0, 1), function=tokens_of), 17)), states)
+        with pytest.raises(CheckpointMismatch, match=message):
+            restore(loader(packed(folder)), [*states])
     with pytest.raises(ConfigError, match="needs a loader of a ReaderDataset, Pack or Mix, and"):
-        restore(StatefulDataLoader([1]), states)
+        restore(StatefulDataLoader([1]), [])
 
 
 def test_states_of_different_steps_are_a_warning(folder, log):

@@ -153,10 +153,7 @@ def test_states_of_different_steps_are_refused(folder, workers):
         return loader(folder, workers, rank, ranks)
 
     expected = r"not saved at the same step: rank 0 had 12 samples, rank 1 had \d+"
-    one_batch_apart = [state for _, state in saved(make, 2, [3, 4])]
-    with pytest.raises(CheckpointMismatch, match=expected):
-        merge(one_batch_apart)
-    states = [state for _, state in saved(make, 2, [3, 6])]
+    states = [state for _, state in saved(make, 2, [3, 4])]  # one batch apart
     with pytest.raises(CheckpointMismatch, match=expected):
         merge(states)
     for rank in (0, 1):

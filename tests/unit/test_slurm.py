@@ -5,7 +5,6 @@ The real one is in tests/real/test_slurm.py.
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -155,30 +154,6 @@ def test_only_incomplete_tasks_are_submitted_and_in_the_end_none(login_node, cap
     hold("incomplete tasks, and then none", capsys.readouterr().out)
     assert run("--executor.tasks=3", "--dry-run") == 0
     hold("a dry run without tasks", scripted(capsys.readouterr().out))
-
-
-def test_changed_code_is_refused_before_it_is_submitted_and_doctor_is_named(login_node):
-    changes = ["--executor.tasks=2", "--pipeline.1.rollout_fn=asking.rollout"]
-    code = Path("asking.py")
-    code.write_text("async def rollout(document, generate):\n    return 'OLD'\n")
-    executor = build(read_config(CONFIG, changes))
-    settings = as_stored(executor.pipeline[1].identity(2).fields)
-    path = Path("slurm_run/checkpoints/00000/run.json")
-    path.parent.mkdir(parents=True)
-    path.write_bytes(checksummed_json(settings))
-    path.with_name("commits.jsonl").write_bytes(
-        add_checksum(Commit(0, 0, DocumentCounts()).to_json())
-    )
-    code.write_text(code.read_text().replace("OLD", "NEW"))
-    refused = subprocess.run(
-        [sys.executable, "-m", "datatrove_ckpt", "run", CONFIG, *changes],
-        capture_output=True,
-        text=True,
-    )
-    assert refused.returncode == 1
-    assert "asking.py" in refused.stderr
-    assert "What that does to documents that are done: datatrove-ckpt doctor" in refused.stderr
-    assert not list(Path("submitted").iterdir())
 
 
 def test_a_variable_that_only_the_nodes_have_is_no_mistake(login_node, monkeypatch, capsys):

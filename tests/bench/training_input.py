@@ -10,7 +10,7 @@ grain litdata webdataset``; without a library its row is empty.
 ``--texts`` instead: 40,000 rows with an id and a text (450 bytes) as Parquet, Arrow and JSON Lines,
 ours and ``datasets.iter(batch)``, in turn, each time in a fork of a process with all imports: us of
 CPU a row of the opening and the first epoch, and of later ones, and their ratio, round by round;
-then the medians; then us of a state, and of its checksum of before. Two rounds take a minute.
+then the medians. Two rounds take a minute.
 
 Rows become numpy arrays and texts, except with "(arrow)". litdata and webdataset read
 files of their own, made before. torchdata.nodes reads the stream of ``datasets``.
@@ -25,7 +25,6 @@ import pickle
 import subprocess
 import sys
 import tempfile
-import timeit
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +32,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from loguru import logger
-from xxhash import xxh3_64_hexdigest
 
 from tests.bench.measure import ROOT, interleaved, median
 from tests.bench.systems import cpu_seconds, highest_memory
@@ -389,39 +387,6 @@ def measure_texts(folder, rounds):
     print(markdown(header, rows), flush=True)
 
 
-def checksum_before(state):
-    """The checksum of a state in earlier releases."""
-
-    def plain(value):
-        if isinstance(value, dict):
-            return sorted((str(key), plain(item)) for key, item in value.items())
-        if isinstance(value, list | tuple):
-            return [plain(item) for item in value]
-        return value
-
-    return xxh3_64_hexdigest(json.dumps(plain(state)).encode())
-
-
-def measure_states(folder):
-    from datatrove_ckpt.torch import Mix, ReaderDataset
-
-    def us(call):
-        return min(timeit.repeat(call, number=200, repeat=9)) / 200 * 1e6
-
-    def rows():
-        return ReaderDataset.from_folder(folder / "parquet").shuffle(seed=1)
-
-    lines = []
-    for name, made in (("rows", rows()), ("Mix of two", Mix([rows(), rows()], [1, 1]))):
-        next(iterator := iter(made))
-        state = made.state_dict()
-        parts = [state] + [source["state"] for source in state.get("sources", [])]
-        before = sum(us(partial(checksum_before, part)) for part in parts)
-        lines.append([name, *map("{:.0f}".format, (us(made.state_dict), before))])
-        del iterator
-    print(markdown(["us of a state", "now", "checksums of before alone"], lines))
-
-
 def run(way, folder, shuffled, task):
     command = [sys.executable, "-m", "tests.bench.training_input", way, str(folder)]
     command += [str(shuffled), task]
@@ -446,7 +411,6 @@ def main():
         folder = Path(name)
         if given.texts:
             measure_texts(folder, given.rounds)
-            measure_states(folder)
             return
         make(folder, given.rows)
         for shuffled in (False, True):

@@ -6,15 +6,19 @@ Who means to change a text writes the file anew, and reads the difference:
 """
 
 import os
+from decimal import Decimal
 from pathlib import Path
+from uuid import UUID
 
 import pytest
+from datatrove.data import Media
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.errors import CkptError
 
 DATA = Path(__file__).parent / "data"
 FOLDER = DATA / "texts"
+_USUAL = {"Decimal": Decimal, "Media": Media, "Path": Path, "UUID": UUID}
 IS_WRITTEN = "DATATROVE_CKPT_WRITE_GOLDEN" in os.environ
 
 
@@ -40,6 +44,11 @@ def hold(file, section, text, **names):
     held[section] = text.rstrip("\n")
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / f"{file}.txt").write_text("\n".join(f"=== {name}\n{held[name]}\n" for name in held))
+
+
+def show(file, code, names):
+    """Holds what an expression, the title of a section, gives."""
+    hold(file, code, repr(eval(code, {**_USUAL, **names})))
 
 
 def refuse(file, code, names, **more):

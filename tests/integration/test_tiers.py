@@ -11,6 +11,7 @@ from datatrove_ckpt.inference.client.body import RequestBody, with_field
 from datatrove_ckpt.inference.client.responses import token_counts
 from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer
+from tests import golden
 from tests.jobs import Budget, rows, run_job
 from tests.yaml_jobs import write_input
 
@@ -131,89 +132,9 @@ def test_the_cost_is_the_sum_of_the_servers_bills_over_attempts_and_tiers(here, 
     assert work["requests"] == 40
 
 
-@pytest.mark.parametrize(
-    "usage, tokens",
-    [
-        (USAGE, (1000, 50, 900, 0, 30)),
-        (
-            {
-                "input_tokens": 1000,
-                "output_tokens": 50,
-                "input_tokens_details": {"cached_tokens": 900},
-                "output_tokens_details": {"reasoning_tokens": 30},
-            },
-            (1000, 50, 900, 0, 30),
-        ),
-        (
-            {
-                "input_tokens": 60,
-                "cache_creation_input_tokens": 40,
-                "cache_read_input_tokens": 900,
-                "output_tokens": 50,
-            },
-            (1000, 50, 900, 40, 0),
-        ),
-        (
-            {"prompt_tokens": 1000, "completion_tokens": 50, "prompt_cache_hit_tokens": 900},
-            (1000, 50, 900, 0, 0),
-        ),
-        (
-            {
-                "prompt_tokens": 1000,
-                "prompt_tokens_details": {"cached_tokens": 900, "cache_write_tokens": 40},
-            },
-            (1000, 0, 900, 40, 0),
-        ),
-        (
-            {
-                "prompt_tokens": 1000,
-                "prompt_tokens_details": {"cached_tokens": 900, "cache_creation_tokens": 140},
-                "cache_creation_input_tokens": 140,
-            },
-            (1000, 0, 900, 100, 0),
-        ),
-        (
-            {"prompt_tokens": 1000, "completion_tokens": 10, "cached_tokens": 900},
-            (1000, 10, 900, 0, 0),
-        ),
-        (
-            {"prompt_tokens": 100, "completion_tokens": 10, "cache_read_input_tokens": 900},
-            (1000, 10, 900, 0, 0),
-        ),
-        (
-            {
-                "prompt_tokens": 1000,
-                "completion_tokens": 10,
-                "total_tokens": 1950,
-                "cache_read_input_tokens": 900,
-                "cache_creation_input_tokens": 40,
-            },
-            (1940, 10, 900, 40, 0),
-        ),
-        (
-            {"prompt_tokens": 1000, "total_tokens": 1000, "cache_read_input_tokens": 900},
-            (1000, 0, 900, 0, 0),
-        ),
-        ({"prompt_tokens": 7, "prompt_tokens_details": None}, (7, 0, 0, 0, 0)),
-        ({}, (0, 0, 0, 0, 0)),
-    ],
-    ids=[
-        "chat",
-        "responses",
-        "anthropic",
-        "deepseek",
-        "openrouter",
-        "litellm",
-        "moonshot",
-        "renamed",
-        "renamed with a sum",
-        "included",
-        "vllm",
-        "nothing",
-    ],
-)
-def test_the_usages_of_all_apis_are_read(usage, tokens):
-    assert token_counts(usage) == tokens
+@pytest.mark.parametrize("code", golden.sections("usages"))
+def test_the_usages_of_all_apis_are_read(code):
+    golden.show("usages", code, {"token_counts": token_counts, "USAGE": USAGE})
 
 
 def test_a_body_with_media_has_its_tier_too():

@@ -7,14 +7,13 @@ import datetime
 import enum
 import io
 from dataclasses import dataclass
-from decimal import Decimal
-from pathlib import Path
 
 import numpy as np
 import pytest
-from datatrove.data import Document, Media
+from datatrove.data import Document
 
 from datatrove_ckpt.output.document_codec import as_read, decode, encode, fingerprint
+from tests import golden
 
 
 class Color(enum.Enum):
@@ -63,33 +62,17 @@ def opened(picture, kind):
 # identity ----------------------------------------------------------------------------------------
 
 NOW = datetime.datetime(2026, 11, 20, 3, 4, 5, 678, tzinfo=datetime.UTC)
-# As version 0.1.0 wrote them into journals and commits.
-FINGERPRINTS = [
-    (None, "9e218f4b542274da"),  # none
-    ("ä\u2028\n", "c8e05005b32a4563"),  # text
-    ([1, -2.5, True, 2**63], "a606ba02d58c664e"),  # numbers
-    (2**70, "98fdb59cca3b458d"),  # beyond 64 bits
-    (float("nan"), "cbd9b81255a813cc"),  # nan
-    ({"a": [{"b": {}}], "$py": 1}, "0be5ce0b93b9abed"),  # nested
-    ({1: {None: "x"}}, "439d93ad37393ea1"),  # integer keys
-    (NOW, "fd06bdf159b64779"),  # time
-    (NOW.date(), "a717dc8ee254abba"),  # date
-    (b"\x00\xff", "cf652d59feb1bed6"),  # bytes
-    (Decimal("1.10"), "1bd403a8cbbc1ca9"),  # decimal
-    ({"b", "a"}, "74d353cacef8fadb"),  # set
-    (Path("a/b"), "8213e556564f7f87"),  # path
-    (1 + 2j, "36034f872c6105e7"),  # complex
-    (np.arange(4, dtype="i2").reshape(2, 2), "c6b12916a4479c53"),  # array
-    (np.float32(0.5), "552d24b7c53bd698"),  # scalar
-    ((1, 2), "e940f2e24137da70"),  # tuple
-    (Media("m", 0, "u", media_bytes=b"\xff"), "80212f6eb65f1de2"),  # media
-]
 
 
-@pytest.mark.parametrize("value, expected", FINGERPRINTS)
-def test_what_could_be_kept_always_has_the_fingerprint_that_it_always_had(value, expected):
-    assert digest(value) == expected
-    assert as_read(document(value)).data == encode(document(value))
+@pytest.mark.parametrize("code", golden.sections("fingerprints"))
+def test_what_could_be_kept_always_has_the_fingerprint_that_it_always_had(code):
+    """As version 0.1.0 wrote them into journals and commits."""
+
+    def digest_of_kept(value):
+        assert as_read(document(value)).data == encode(document(value))
+        return digest(value)
+
+    golden.show("fingerprints", code, {**globals(), "digest": digest_of_kept})
 
 
 def differing():

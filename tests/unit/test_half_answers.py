@@ -15,6 +15,7 @@ from datatrove_ckpt.inference.client.responses import UnexpectedResponse
 from datatrove_ckpt.inference.client.routing import Request
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.inference.servers.continuation import find_continuation
+from tests import golden
 from tests.clients import Sleeps, client_of, config
 from tests.jobs import chat
 from tests.token_server import TokenServer
@@ -93,61 +94,13 @@ def whole(server, *arguments, **more):
 # which requests ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1},
-        {"max_tokens": 5000, "min_tokens": 3, "stop_token_ids": [7], "logit_bias": {"5": 1}},
-        {"tools": [{}], "tool_choice": "auto"},
-        {"presence_penalty": 0, "frequency_penalty": 0.0, "seed": None, "stop": None},
-        {"chat_template_kwargs": {"enable_thinking": True}, "include_reasoning": False},
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "text"}]}]},
-        {"messages": [{"role": "assistant", "content": None, "tool_calls": []}]},
-    ],
-)
-def test_requests_that_may_go_on(more):
-    assert may_continue({**chat("text", model="m"), **more})
+ASKED = chat("text", model="m")
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"seed": 0},
-        {"n": 2},
-        {"stop": ["."]},
-        {"presence_penalty": 0.5},
-        {"frequency_penalty": 0.5},
-        {"logprobs": True},
-        {"logprobs": 0},
-        {"prompt_logprobs": 1},
-        {"response_format": {"type": "json_object"}},
-        {"structured_outputs": {"regex": "a"}},
-        {"tools": [{}], "tool_choice": "required"},
-        {"tools": [{}], "tool_choice": {"type": "function"}},
-        {"bad_words": ["a"]},
-        {"echo": True},
-        {"use_beam_search": True},
-        {"repetition_detection": {}},
-        {"thinking_token_budget": 5},
-        {"vllm_xargs": {"a": 1}},
-        {"service_tier": "flex"},
-        {"a_field_of_the_next_release": False},
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        {"messages": "text"},
-        {"messages": ["text"]},
-    ],
-)
-def test_requests_that_may_not(more):
-    assert not may_continue({**chat("text", model="m"), **more})
-
-
-def test_long_answers():
-    assert is_long({"max_tokens": 2048}, 0)
-    assert is_long({"max_completion_tokens": 9000, "max_tokens": 1}, 0)
-    assert not is_long({"max_tokens": 2047}, 9000)
-    assert not is_long({}, 1000)
-    assert is_long({"max_tokens": None}, 1001)
+@pytest.mark.parametrize("code", golden.sections("half_answers"))
+def test_requests_that_may_go_on_and_long_answers(code):
+    names = {"may_continue": may_continue, "is_long": is_long, "ASKED": ASKED}
+    golden.show("half_answers", code, names)
 
 
 # how they are answered ---------------------------------------------------------------------------

@@ -3,7 +3,6 @@ at random.
 """
 
 import gzip
-import zlib
 
 import pytest
 
@@ -15,6 +14,7 @@ from datatrove_ckpt.inference.client.http1 import (
     UnaskedBytes,
     usual_response,
 )
+from tests import golden
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 EMPTY = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
@@ -28,53 +28,7 @@ def encoded(coding, body):
     )
 
 
-# What the server sends; the answer; whether the connection can be used again.
-ANSWERS = {
-    "length": (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n[1,2]", Response(200, b"[1,2]"), True),
-    "no reason": (b"HTTP/1.1 200\r\ncontent-length:2\r\n\r\n{}", Response(200, b"{}"), True),
-    "no JSON": (
-        b"HTTP/1.1 200 OK\r\nContent-Type: a/b\r\nContent-Length: 5\r\n\r\nhello",
-        Response(200, b"hello"),
-        True,
-    ),
-    "gzip": (encoded(b"GZip", gzip.compress(b"hello")), Response(200, b"hello"), True),
-    "deflate": (encoded(b"deflate", zlib.compress(b"hello")), Response(200, b"hello"), True),
-    "spaces": (
-        b"HTTP/1.1 200 A B\r\nContent-Length: \t 5 \t\r\nX:\r\n\r\nhello",
-        Response(200, b"hello"),
-        True,
-    ),
-    "204": (b"HTTP/1.1 204 No Content\r\n\r\n", Response(204, b""), True),
-    "304": (b"HTTP/1.1 304 Not Modified\r\nContent-Length: 5\r\n\r\n", Response(304, b""), True),
-    "retry": (
-        b"HTTP/1.1 503 X\r\nretry-after: 7\r\nContent-Length: 1\r\n\r\nx",
-        Response(503, b"x", 7.0),
-        True,
-    ),
-    "close": (
-        b"HTTP/1.1 200 OK\r\nConnection: x, Close\r\nContent-Length: 1\r\n\r\nx",
-        Response(200, b"x"),
-        False,
-    ),
-    "1.0": (b"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\nx", Response(200, b"x"), False),
-    "continue first": (
-        b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 X\r\nA: b\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nx",
-        Response(200, b"x"),
-        True,
-    ),
-    "chunks": (
-        CHUNKED + b"1\r\na\r\n00A\r\n0123456789\r\n0\r\n\r\n",
-        Response(200, b"a0123456789"),
-        True,
-    ),
-    "trailer": (CHUNKED + b"1\r\na\r\n0\r\nA: b\r\nC: d\r\n\r\n", Response(200, b"a"), True),
-    "both lengths": (
-        b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\nTransfer-Encoding: Chunked\r\n\r\n1\r\na\r\n0\r\n\r\n",
-        Response(200, b"a"),
-        False,
-    ),
-}
-USUAL = {"length", "no reason"}
+ANSWERS = golden.sections("http1")
 BAD = {
     "another protocol": b"SSH-2.0-OpenSSH\r\n\r\n",
     "HTTP/2": b"HTTP/2 200 OK\r\n\r\n",
@@ -103,23 +57,22 @@ def feed(pieces):
     return parser
 
 
-@pytest.mark.parametrize("name", ANSWERS)
-def test_an_answer_is_the_same_however_it_is_cut(name):
-    raw, expected, reusable = ANSWERS[name]
+@pytest.mark.parametrize("code", ANSWERS)
+def test_an_answer_is_the_same_however_it_is_cut(code):
+    raw = eval(code)
     cuts = [[raw], [raw[i : i + 1] for i in range(len(raw))]]
     cuts += [[raw[:i], raw[i:]] for i in range(1, len(raw))]
     cuts += [
         [raw[:i], raw[i:j], raw[j:]] for i in range(1, len(raw)) for j in range(i + 1, len(raw))
     ]
-    for pieces in cuts:
-        parser = feed(pieces)
-        assert (parser.response(), parser.reusable) == (expected, reusable)
-    assert usual_response(raw) == (expected if name in USUAL else None)
+    parsers = map(feed, cuts)
+    (found,) = {f"{parser.response()}, reusable: {parser.reusable}" for parser in parsers}
+    golden.hold("http1", code, f"{found}\nusual: {usual_response(raw)}")
 
 
-@pytest.mark.parametrize("name", ANSWERS)
-def test_a_connection_that_ends_inside_an_answer_gives_none(name):
-    raw, _, _ = ANSWERS[name]
+@pytest.mark.parametrize("code", ANSWERS)
+def test_a_connection_that_ends_inside_an_answer_gives_none(code):
+    raw = eval(code)
     for size in range(len(raw)):
         parser = ResponseParser()
         assert not parser.feed(raw[:size])
@@ -127,11 +80,12 @@ def test_a_connection_that_ends_inside_an_answer_gives_none(name):
         assert usual_response(raw[:size]) is None
 
 
-@pytest.mark.parametrize("name", ANSWERS)
-def test_an_answer_with_which_more_comes_is_none(name):
+@pytest.mark.parametrize("code", ANSWERS)
+def test_an_answer_with_which_more_comes_is_none(code):
+    raw = eval(code) + b"H"
     with pytest.raises(UnaskedBytes):
-        ResponseParser().feed(ANSWERS[name][0] + b"H")
-    assert usual_response(ANSWERS[name][0] + b"H") is None
+        ResponseParser().feed(raw)
+    assert usual_response(raw) is None
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from datatrove_ckpt.common.redaction import (
     without_secrets,
 )
 from datatrove_ckpt.errors import ConfigError
+from tests import golden
 
 
 @pytest.fixture(autouse=True)
@@ -67,39 +68,14 @@ def test_a_value_of_an_address_is_hidden_and_no_reason_to_refuse_a_module():
     assert not may_hold_secret("model of my-deployment")
 
 
-H, R = "hidden", "refused"  # what is refused is hidden, too
-VERDICTS = [
-    ("password", "correct", R), ("db.pwd", "hunter2", R), ("passphrase", "hunter2", R), ("hf_tokens", "abcd1234", R),
-    ("x-api-key", "s3cret", R), ("apikey", "s3cret", R), ("authorization", "s3cret", R), ("credentials", "s3cret", R),
-    ("client_secret", "s3cret", R), ("aws_secret_access_key", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", R),
-    ("anything", "sk-proj-abcdefghijklmnopqrstuvwxyzABCDEFGHIJK1234", R), ("anything", "AKIAIOSFODNN7EXAMPLE", R),
-    ("anything", "hf_abcdefghijklmnopqrstuvwxyz012345", R), ("anything", "ghp_" + "a1" * 12, R),
-    ("anything", "call it with Bearer abcdef0123456789", R), ("token", b"defaulttok3n99999", R),
-    ("key", "550e8400-e29b-41d4-a716-446655440000", R), ("cookie", "a1b2c3d4e5f6a7b8", R),
-    ("anything", "https://me:pw@host/v1", R), ("anything", "https://TOKEN@host", R),
-    ("anything", "see git+https://t0ken@host/x", R), ("anything", "postgres://u:p@db", R),
-    ("anything", "sftp://me@host/x", H), ("anything", "abfs://container@account.dfs.core.windows.net/x", H),
-    ("url", "https://${USER}:${PASSWORD}@host", H), ("url", "http://[x", H), ("api_key", "EMPTY", H),
-    ("api_key", None, H), ("token", "HF_TOKEN", H), ("key", "text", H), ("metadata_key", "rollout_results", H),
-    ("eos_token", "<|im_end|>", H), ("mask_token", "[MASK1234567890]", H), ("config.headers.X-Team", "blue", H),
-    ("tokenizer_key", "meta-llama/Llama-3.1-8B", H), ("cache_key", "fineweb-rewrite-v2-2024", H),
-    ("hftoken", "s3cret-s3cret", R), ("anything", "sk-s3crets3cret", H), ("KEYWORD", "description", H),
-    ("chars_per_token", "3.5", None), ("max_tokens", 4, None), ("tokenizer", "gpt2-gpt2-gpt2", None),
-    ("prompt", "Bearer of bad news, a basic understanding of 2 things", H), ("keyword", "short", None),
-    ("code", "from huggingface_hub import hf_hub_download", H), ("url", "https://host:80/a@b", None),
-    ("secret_prompt", "Never tell them.", None), ("api_key_env", "MY_PROVIDERS", None), ("stop", ["a"], None),
-    ("folder", "hf://datasets/org/name@main/data", None),
-]  # fmt: skip
+def verdict(name, value):
+    """What is refused is hidden, too."""
+    return {"hidden": is_secret(name, value), "refused": is_surely_secret(name, value)}
 
 
-def test_one_classifier_with_two_thresholds():
-    found = [
-        (name, value, is_secret(name, value), is_surely_secret(name, value))
-        for name, value, _ in VERDICTS
-    ]
-    assert found == [
-        (name, value, verdict is not None, verdict == R) for name, value, verdict in VERDICTS
-    ]
+@pytest.mark.parametrize("code", golden.sections("secrets"))
+def test_one_classifier_with_two_thresholds(code):
+    golden.show("secrets", code, {"verdict": verdict})
 
 
 def test_the_hash_of_a_secret_is_slow_and_keyed_like_the_mirror(

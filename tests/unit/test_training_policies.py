@@ -7,67 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.torch.policies import (
-    Best,
-    Every,
-    EveryEpoch,
-    EverySeconds,
-    EverySteps,
-    Last,
-    Moment,
-    Overhead,
-    WhenFailing,
-)
+from datatrove_ckpt.torch import policies
+from datatrove_ckpt.torch.policies import Last, Moment, WhenFailing
 from datatrove_ckpt.torch.step_folder import StepName
+from tests import golden
 from tests.patience import until
 
 LOSSES_OF_TWO = {StepName(0, 3): {"loss": 3.0}, StepName(1, 2): {"loss": 1.0}}
-
-
-@pytest.mark.parametrize(
-    "policy, moment, due",
-    [
-        (EverySteps(500), Moment(1000), True),
-        (EverySteps(500), Moment(1001, 1000), False),
-        (EverySteps(500), Moment(1002, 999), True),  # the loop skips numbers
-        (EverySteps(500), Moment(750, 250), True),
-        (EverySteps(500), Moment(500, 500), False),
-        (EverySeconds(60), Moment(1, seconds=60.0), True),
-        (EverySeconds(60), Moment(1, seconds=59.9), False),
-        (EverySeconds(0), Moment(1), False),  # between two looks of the ranks
-        (EverySeconds("auto"), Moment(1, seconds=60.0), True),  # before a save was timed
-        (
-            EverySeconds("auto", 3600.0),
-            Moment(1, 0, 119.0, 2.0, 30.0),
-            True,
-        ),  # sqrt(2 * 2 * 3600) - 2
-        (EverySeconds("auto", 3600.0), Moment(1, 0, 118.0, 2.0, 30.0), False),
-        (
-            EverySeconds("auto", 3600.0),
-            Moment(1, 0, 400.0, 2.0, 500.0),
-            False,
-        ),  # it is still written
-        (EveryEpoch(), Moment(10, epoch_ended=True), True),
-        (EveryEpoch(), Moment(10, seconds=1e6), False),
-        (Overhead(0.1), Moment(1, seconds=0.0, run_seconds=0.1), True),  # before a save was timed
-        (Overhead(0.1), Moment(1), False),
-        (Overhead(0.1), Moment(9, 1, 8.9, 1.0, stopped_seconds=1.0, run_seconds=18.9), False),
-        (Overhead(0.1), Moment(9, 1, 9.0, 1.0, stopped_seconds=1.0, run_seconds=19.0), True),
-        (Best("loss"), Moment(9, metrics={"loss": 2.0}), True),
-        (Best("loss"), Moment(9, metrics={"loss": 2.0}, saved=LOSSES_OF_TWO), False),
-        (Best("loss"), Moment(9, metrics={"loss": 1.0}, saved=LOSSES_OF_TWO), False),
-        (Best("loss"), Moment(9, metrics={"loss": 0.9}, saved=LOSSES_OF_TWO), True),
-        (Best("loss", lowest=False), Moment(9, metrics={"loss": 3.1}, saved=LOSSES_OF_TWO), True),
-        (Best("-loss"), Moment(9, metrics={"loss": 3.0}, saved=LOSSES_OF_TWO), False),
-        (Best("loss"), Moment(9, metrics={"loss": math.nan}), False),
-        (Best("loss"), Moment(9, metrics={"accuracy": 1.0}), False),
-        (EverySteps(500) | EverySeconds(60), Moment(500, seconds=1.0), True),
-        (EverySteps(500) | EverySeconds(60), Moment(501, 500, 61.0), True),
-        (EverySteps(500) | EverySeconds(60), Moment(501, 500, 1.0), False),
-    ],
-)
-def test_a_save_is_due(policy, moment, due):
-    assert policy.is_due(moment) is due
 
 
 def test_a_node_whose_check_fails_saves_more_often_until_it_is_well(tmp_path):
@@ -105,24 +51,14 @@ os.kill(os.getpid(), signal.SIGKILL)
 LOSSES = {100: 3.0, 200: 1.0, 300: math.nan, 400: 2.0, 500: None, 600: 1.0}
 
 
-@pytest.mark.parametrize(
-    "policy, kept",
-    [
-        (Last(2), {500, 600}),
-        (Last(9), {*LOSSES}),
-        (Best("loss"), {200}),  # the older one of two
-        (Best("loss", 2), {200, 600}),
-        (Best("-loss"), {100}),
-        (Best("loss", lowest=False), {100}),
-        (Best("loss", 0), set()),
-        (Best("accuracy"), set()),
-        (Every(300), {300, 600}),
-        (Last(1) | Best("loss") | Every(400), {200, 400, 600}),
-    ],
-)
-def test_steps_are_kept(policy, kept):
+def kept(policy):
     metrics = {StepName(0, step): {"loss": loss} for step, loss in LOSSES.items()}
-    assert {name.step for name in policy.kept(metrics)} == kept
+    return sorted(name.step for name in policy.kept(metrics))
+
+
+@pytest.mark.parametrize("code", golden.sections("policies"))
+def test_saves_are_due_and_steps_are_kept(code):
+    golden.show("policies", code, {**vars(policies), **globals()})
 
 
 def test_steps_after_a_rollback_are_newer():

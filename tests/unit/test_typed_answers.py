@@ -14,6 +14,7 @@ from datatrove_ckpt.inference.client.responses import (
     to_base64,
     typed_api,
 )
+from tests import golden
 
 VECTOR = [0.1, -2.5, 3e-8]
 BASE64 = base64.b64encode(np.array(VECTOR, "<f4").tobytes()).decode()
@@ -59,80 +60,25 @@ def test_vectors_come_in_the_order_of_their_index_bit_for_bit(vector):
     arrays[1][0] = 9  # it is the user's
 
 
-@pytest.mark.parametrize(
-    "answer, expected",
-    [
-        (
-            data({"index": 0, "label": "good", "probs": [0.25, 0.75], "num_classes": 2}),
-            {"label": "good", "probabilities": [0.25, 0.75]},
-        ),
-        (
-            data({"label": "a", "probs": [0.7, 0.3]}),
-            {"label": "a", "probabilities": [0.7, 0.3]},
-        ),
-        (
-            data({"index": 0, "label": None, "probs": [1]}),
-            {"label": None, "probabilities": [1]},
-        ),
-    ],
-)
-def test_classes(answer, expected):
-    assert kept("classify", answer) == expected
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        data({"index": 0, "score": 0.25}, {"index": 1, "score": 0.75}),
-        data({"score": 0.25}, {"score": 0.75}),
-        results((1, 0.75), (0, 0.25)),
-        SGLANG_RANKING,
-    ],
-    ids=["vllm", "without an index", "llamacpp", "sglang"],
-)
-def test_scores(answer):
-    assert from_base64(kept("score", answer, 2)["scores"]).tolist() == [0.25, 0.75]
+def scores(answer):
     parsed = typed_api("score", "/v1/x", 2).parse(json.dumps(answer).encode())
-    assert parsed.usage["prompt_tokens"] == 7
+    return from_base64(parsed.answer["scores"]).tolist(), parsed.usage["prompt_tokens"]
 
 
 def vectors(*values):
     return data(*({"index": at, "embedding": value} for at, value in enumerate(values)))
 
 
-WRONG = [
-    *(
-        ("embed", answer, 1)
-        for answer in (b"", b"7", b"[1]", {}, {"error": "no"}, data(), data(7), data({"index": 0}))
-    ),
-    ("embed", vectors(VECTOR), 2),
-    ("embed", vectors(VECTOR, VECTOR), 1),
-    ("embed", vectors(VECTOR, VECTOR[:2]), 2),
-    ("embed", data({"index": 1, "embedding": VECTOR}), 1),
-    ("embed", data({"index": [], "embedding": VECTOR}), 1),
-    ("embed", data({"index": 0, "embedding": VECTOR}, {"embedding": VECTOR}), 2),
-    ("embed", b'{"data":[{"index":0,"embedding":[0.5,NaN]}]}', 1),
-    ("embed", vectors([0.5, 1e300]), 1),
-    ("embed", vectors([0.5, "1"]), 1),
-    ("embed", vectors([0.5, True]), 1),
-    ("embed", vectors([[0.5, 1.0], [0.5, 1.0]]), 1),
-    ("embed", vectors([]), 1),
-    ("embed", vectors(""), 1),
-    ("embed", vectors("AAAA"), 1),
-    ("embed", vectors("not base64!"), 1),
-    ("embed", vectors(base64.b64encode(np.array([np.nan], "<f4").tobytes()).decode()), 1),
-    ("classify", data({"index": 0, "label": 7, "probs": [0.5]}), 1),
-    ("classify", data({"index": 0, "label": "a", "probs": []}), 1),
-    ("score", data({"index": 0, "score": None}), 1),
-    ("score", results((0, 1.0), (0, 1.0)), 2),
-    ("score", {"results": [{"relevance_score": 0.75}, {"relevance_score": 0.25}]}, 2),
-]
+def tried(*arguments):
+    try:
+        return kept(*arguments)
+    except RetryableError:
+        return "an answer of another form is retried"
 
 
-@pytest.mark.parametrize("name, answer, count", WRONG)
-def test_an_answer_of_another_form_is_retried(name, answer, count):
-    with pytest.raises(RetryableError):
-        kept(name, answer, count)
+@pytest.mark.parametrize("code", golden.sections("typed_answers"))
+def test_classes_scores_and_answers_of_another_form(code):
+    golden.show("typed_answers", code, globals())
 
 
 @pytest.mark.parametrize(

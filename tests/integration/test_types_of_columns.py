@@ -23,6 +23,7 @@ from datatrove_ckpt.readers import (
     ParquetReader,
 )
 from datatrove_ckpt.readers.declared_types import DeclaredTypes
+from tests import golden
 from tests.jobs import letters, rejects, rows, runner
 from tests.unit.tables import reader_of, write_table
 from tests.yaml_jobs import write_rows
@@ -31,54 +32,7 @@ DAY = datetime.date(2026, 1, 2)
 MIDNIGHT = datetime.datetime(2026, 1, 2)
 MOMENT = datetime.datetime(2026, 1, 2, 3, 4, 5, 678901)
 REPEATED = [datetime.datetime(2024, 10, 27, hour, 30) for hour in (0, 1)]  # of one hour in Berlin
-TYPES = [
-    (pa.int8(), [1, None, -128, 127]),
-    (pa.uint64(), [1, None, 2**64 - 1, 0]),
-    (pa.float16(), [0.5, None, 2.0, 1.0]),
-    (pa.float32(), [0.1, None, float("inf"), 2.0]),
-    (pa.float64(), [1, 0.1, None, 3]),
-    (pa.large_string(), ["a", None, "", "b"]),
-    (pa.binary(), [b"\xff", None, b"", b"1"]),
-    (pa.binary(2), [b"12", None, b"34", b"\0\0"]),
-    (pa.decimal128(20, 3), [Decimal("1.500"), None, Decimal("-99999999.000"), Decimal(0)]),
-    (pa.decimal256(60, 1), [Decimal("1.5"), None, Decimal(10) ** 40, Decimal(0)]),
-    (pa.date32(), [DAY, None, datetime.date.min, datetime.date.max]),
-    (pa.time32("ms"), [datetime.time(1, 2, 3, 4000), None, datetime.time(), datetime.time(23)]),
-    (pa.timestamp("ms"), [MOMENT.replace(microsecond=5000), None, MOMENT.replace(microsecond=0)]),
-    (pa.timestamp("us", "Europe/Berlin"), [MOMENT, None, datetime.datetime(1, 1, 2)]),
-    (pa.timestamp("ns"), [1_700_000_000_000_000_001, None, 0]),
-    (pa.duration("ms"), [datetime.timedelta(1, 2, 3000), None, datetime.timedelta(0)]),
-    (pa.dictionary(pa.int32(), pa.string()), ["a", None, "b", "a"]),
-    (pa.list_(pa.float32()), [[0.1, None], None, [], [2.0]]),
-    (pa.list_(pa.float32(), 2), [[0.1, 0.2], None, [1.0, None]]),
-    (pa.large_list(pa.int16()), [[1], None, []]),
-    (pa.map_(pa.string(), pa.int64()), [[("a", 1)], None, [], [("b", None), ("c", 2)]]),
-    (pa.list_(pa.map_(pa.string(), pa.date32())), [[[("a", DAY)], None], None, []]),
-    (
-        pa.struct([("a", pa.int8()), ("b", pa.struct([("c", pa.list_(pa.uint8()))]))]),
-        [{"a": 1, "b": {"c": [1, None]}}, None, {"a": None, "b": None}],
-    ),
-    (pa.null(), [None, None]),
-    (pa.int32(), [None, None]),
-    (pa.float64(), [1.0, 2.0, None]),
-    (pa.bool_(), [True, None, False]),
-    (pa.uuid(), [UUID(int=1).bytes, None, UUID(int=2**127).bytes]),
-    (pa.date64(), [DAY, None]),
-    (pa.timestamp("s"), [0, None, -1]),
-    (pa.time64("us"), [datetime.time(23, 59, 59, 999999), None, datetime.time()]),
-    (pa.list_(pa.list_(pa.float32())), [[[]], None, [None, [1.5]]]),
-    (
-        pa.struct([("a", pa.int8()), ("b", pa.list_(pa.struct([("c", pa.date32())])))]),
-        [{"a": 1, "b": None}, None, {"a": None, "b": [{"c": DAY}]}],
-    ),
-    (pa.list_(pa.struct([("role", pa.string())])), [[{"role": "user"}], None, []]),
-    (pa.timestamp("ms", "Europe/Berlin"), REPEATED),
-    (pa.timestamp("s", "Europe/Berlin"), [None, REPEATED[1], MIDNIGHT]),
-    (pa.timestamp("ns", "America/New_York"), [datetime.datetime(2024, 11, 3, 6, 30), None]),
-    (pa.timestamp("ms", "Australia/Lord_Howe"), [datetime.datetime(2026, 4, 4, 14, 45)]),
-    (pa.list_(pa.timestamp("ms", "Europe/Berlin")), [REPEATED, None]),
-    (pa.struct({"a": pa.timestamp("ms", "Europe/Berlin")}), [{"a": time} for time in REPEATED]),
-]
+TYPES = [eval(code) for code in golden.sections("types_of_columns")]
 
 
 def a_table(types=TYPES, rows=4):
@@ -154,22 +108,12 @@ def test_columns_come_back_as_they_went_in(tmp_path, kind, run):
 
 
 UUIDS = pa.array([UUID(int=1), None], pa.uuid())
-TEXTS = [str(UUID(int=1)), None]
 
 
-@pytest.mark.parametrize(
-    "values, expected",
-    [
-        (pa.array([Decimal("100"), None], pa.decimal128(5, -2)), [Decimal("100"), None]),
-        (pa.array(["a", None], pa.dictionary(pa.int8(), pa.string())), ["a", None]),
-        (pa.ListArray.from_arrays([0, 2, 2], UUIDS), [TEXTS, []]),
-        (pa.StructArray.from_arrays([UUIDS], ["u"]), [{"u": TEXTS[0]}, {"u": None}]),
-    ],
-)
-def test_a_type_that_no_value_can_have_becomes_the_type_of_its_values(values, expected, run):
-    table = pa.table({"text": ["a", "b"], "v": values})
-    files = run(table, kind="arrow")
-    assert read(files)["v"].to_pylist() == expected
+@pytest.mark.parametrize("code", golden.sections("types_of_values"))
+def test_a_type_that_no_value_can_have_becomes_the_type_of_its_values(code, run):
+    files = run(pa.table({"text": ["a", "b"], "v": eval(code)}), kind="arrow")
+    golden.hold("types_of_values", code, repr(read(files)["v"].to_pylist()))
 
 
 @pytest.mark.parametrize(
@@ -202,27 +146,11 @@ def test_columns_inside_the_metadata_have_their_types(run):
     ]
 
 
-@pytest.mark.parametrize(
-    "first, value, later, later_value",
-    [
-        (pa.int32(), 3, pa.int64(), 3),
-        (pa.int32(), 3, pa.float64(), 3),
-        (pa.decimal128(5, 2), Decimal("1.50"), pa.decimal128(8, 3), Decimal("123.456")),
-        (pa.null(), None, pa.date32(), DAY),
-        (pa.string(), "a", pa.large_string(), "b"),
-        (pa.timestamp("ms"), MIDNIGHT, pa.timestamp("us"), MOMENT),
-        (pa.list_(pa.int8()), [1], pa.list_(pa.int32()), [2**20]),
-        (pa.dictionary(pa.int32(), pa.string()), "a", pa.string(), "a"),
-        (pa.time32("ms"), datetime.time(1, 2), pa.time64("us"), datetime.time(1)),
-        (pa.date64(), DAY, pa.date32(), DAY),
-        (pa.binary(2), b"12", pa.large_binary(), b"123"),
-        (pa.map_(pa.string(), pa.int8()), [("a", 1)], pa.map_(pa.string(), pa.int64()), [("a", 1)]),
-    ],
-)
-def test_all_chunks_have_the_types_of_all_files(run, first, value, later, later_value):
-    tables = [a_table([given], rows=2) for given in ((first, [value]), (later, [later_value]))]
-    files = run(*tables)
-    assert [pq.read_schema(file).field("v0").type for file in files] == [later, later]
+@pytest.mark.parametrize("code", golden.sections("types_of_all_files"))
+def test_all_chunks_have_the_types_of_all_files(run, code):
+    first, later = eval(code)
+    files = run(*(a_table([one], rows=2) for one in (first, later)))
+    assert [pq.read_schema(file).field("v0").type for file in files] == [later[0]] * 2
 
 
 def test_a_clash_names_both_files_before_a_request(server, run):
@@ -300,25 +228,10 @@ def test_the_types_come_with_a_task_to_another_node(tmp_path, run, run_to_text_2
     assert read(files).select(["v0", "v1"]).equals(table.select(["v0", "v1"]))
 
 
-@pytest.mark.parametrize(
-    "column",
-    [
-        pa.array([4_000_000], pa.date32()),
-        pa.array([10**15], pa.timestamp("s")),
-        pa.array([1], pa.time64("ns")),
-        pa.array([1], pa.duration("ns")),
-        pa.array([[4_000_000]], pa.list_(pa.date32())),
-        pa.array([[1]], pa.list_(pa.time64("ns"))),
-        pa.array([{"a": 1}], pa.struct([("a", pa.duration("ns"))])),
-        pa.array([[("a", 1)]], pa.map_(pa.string(), pa.duration("ns"))),
-        pa.array([1], pa.duration("ns")).dictionary_encode(),
-    ],
-    ids=lambda column: str(column.type),
-)
-def test_what_python_cannot_hold_is_named_before_a_request(server, column, run):
-    table = pa.table({"text": ["a"], "v": column})
+@pytest.mark.parametrize("code", golden.sections("beyond_python"))
+def test_what_python_cannot_hold_is_named_before_a_request(server, code, run):
     with pytest.raises(InputError, match=r"a\.(arrow|parquet)' has a value in the column 'v'"):
-        run(table, kind="arrow")
+        run(pa.table({"text": ["a"], "v": eval(code)}), kind="arrow")
     assert not server.asked
 
 
@@ -424,34 +337,18 @@ def test_declared_types_are_those_of_the_output_and_a_value_that_does_not_fit_is
 BIG = 2**53 + 1
 
 
-@pytest.mark.parametrize(
-    "kind, values",
-    [
-        ("bool", {2: None, 0.5: None, float("nan"): None, 0.0: False, "1": True, "true": True}),
-        ("float32", {"1e300": None, 1e300: None, 1e-300: None, str(2**24 + 1): None, 0.5: 0.5}),
-        ("float32", {"0.1": pytest.approx(0.1), float("-inf"): float("-inf")}),
-        ("float16", {65505: None, "65505": None, 1e300: None, 0.1: pytest.approx(0.1, rel=0.01)}),
-        ("float64", {str(BIG): None, "1e400": None, "1e-400": None, "1e23": 1e23, "-0.10": -0.1}),
-        ("float64", {"": None, True: 1.0, 2**70: 2.0**70, f"{BIG}.0": None}),
-        ("int64", {"0x10": None, 0.5: None, "007": 7, 2.0: 2}),
-        ("uint64", {2**64 - 1: 2**64 - 1, 2**64: None}),
-        ("date64", {1704067201123: None, "2026-01-02": DAY}),
-        *((kind, {"": "", "a": "a"}) for kind in ("string", "large_string", "string_view")),
-        *((kind, {"": b"", "a": b"a"}) for kind in ("binary", "large_binary")),
-        ("string", {1.0: "1.0", 7: "7", 2**70: str(2**70), 123456789.0: "123456789.0"}),
-    ],
-)
-def test_a_declared_type_never_changes_a_value(kind, values):
-    for value, expected in values.items():
-        row = {"v": value}
-        types = DeclaredTypes({"v": kind})
-        if expected is None and value != "":
-            with pytest.raises(DocumentNotSerializable, match=r"'v' has .*, which is no"):
-                types.convert(row)
-        else:
-            types.convert(row)
-            assert row["v"] == expected
-            assert type(row["v"]) is type(expected) or kind.startswith("float")
+def convert(kind, value):
+    row = {"v": value}
+    try:
+        DeclaredTypes({"v": kind}).convert(row)
+    except DocumentNotSerializable as error:
+        return str(error)
+    return row["v"]
+
+
+@pytest.mark.parametrize("code", golden.sections("declared_types"))
+def test_a_declared_type_never_changes_a_value(code):
+    golden.show("declared_types", code, {"convert": convert, "BIG": BIG})
 
 
 def test_csv_with_one_cell_of_metadata_has_no_columns_of_the_input(tmp_path, server):

@@ -33,6 +33,7 @@ from datatrove_ckpt.inference.client.responses import CHAT, Completion, Retryabl
 from datatrove_ckpt.inference.client.routing import Request, Sender
 from datatrove_ckpt.inference.client.urls import HiddenUrl, beside, proxy_of
 from datatrove_ckpt.testing import FakeServer
+from tests import golden
 from tests.clients import Sleeps, client_of, turns
 from tests.raw_server import BODY, RawServer, answer, chat, http, never, reset, serving, then_close
 
@@ -139,83 +140,35 @@ def choices(*found):
 
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
-TEXTS = [
-    (None, ""),
-    ("a\ud800b", "a\ufffdb"),
-    ("\ud83d\ude00 é", "\U0001f600 é"),
-    ([{"type": "text", "text": "one "}, {"type": "text", "text": "two"}], "one two"),
-    ([{"type": "thinking", "thinking": []}, {"type": "text", "text": "so"}], "so"),
-    ([{"type": "refusal", "refusal": "no"}], '[{"type": "refusal", "refusal": "no"}]'),
-    ([{"type": "text", "text": "see "}, {"type": "reference", "reference_ids": [1]}, "this"], "see this"),
-    ([{"type": "output_text", "text": "a", "annotations": []}, {"type": "text", "text": None}], "a"),
-    ([PICTURE, {"type": "text", "text": "a"}], [PICTURE, {"type": "text", "text": "a"}]),
-    ({"type": "text", "text": "hi"}, "hi"),
-    ({"type": "person", "text": "K\xf6ln"}, '{"type": "person", "text": "K\xf6ln"}'),
-    ([{"text": "a", "label": 1}], '[{"text": "a", "label": 1}]'),
-    (["a", 7], '["a", 7]'),
-    (0, "0"),
-    ([], ""),
-]  # fmt: skip
 INDEXED = [
     {"index": index, "message": {"content": f"choice {index}"}, "finish_reason": "stop"}
     for index in (2, 0, 1)
 ]
-EMPTY = {
-    "finish_reason": "stop",
-    "reasoning": "",
-    "tool_calls": [],
-    "logprobs": None,
-}
-CHOICES = [{"text": f"choice {index}", **EMPTY} for index in range(3)]
 HI = Completion("hi", "stop", {"total_tokens": 3})
 CALLED = {"id": "call_f", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-CALLS = [  # of a message
-    *({"tool_calls": [{**CALLED, "function": {"name": "f", **arguments}}]} for arguments in (
-        {}, {"arguments": None}, {"arguments": ""}, {"arguments": []}, {"arguments": " null "})),
-    {"function_call": {"name": "f", "arguments": "{}"}, "content": None},
-    {"function_call": {"name": "f"}, "tool_calls": []},
-]  # fmt: skip
 CUSTOM_CALL = {"id": "c", "type": "custom", "custom": {"name": "f", "input": "x"}}
 
 
 NULL_ACCEPTED = {"accept_null_finish_reason": True, **ENDPOINT}
 
 
-@pytest.mark.parametrize(
-    "body, settings, result",
-    [
-        (None, {}, HI),  # in chunks
-        (chat("hello", "length", reasoning_content="because"), {}, replace(HI, text="hello", finish_reason="length",
-         reasoning="because")),
-        *((chat(content), {}, replace(HI, text=text)) for content, text in TEXTS),
-        *((chat(finish_reason=reason), {}, replace(HI, finish_reason=reason))
-          for reason in ("eos_token", "content_filter", "xyz", "MAX_TOKENS")),
-        (b'{"error": null, ' + chat()[1:], {}, HI),
-        (b"\xef\xbb\xbf" + chat(), {}, HI),
-        (chat(tool_calls=[{"function": {"name": "f", "arguments": {"city": "K\xf6ln"}}}]), {}, replace(HI,
-         tool_calls=[{"function": {"name": "f", "arguments": '{"city": "K\xf6ln"}'}}])),
-        *((chat(**message), {}, replace(HI, text=message.get("content", "hi") or "", tool_calls=[CALLED]))
-          for message in CALLS),
-        (chat(tool_calls=[CUSTOM_CALL]), {}, replace(HI, tool_calls=[CUSTOM_CALL])),
-        (choices({"index": 0, "finish_reason": "length"}), {}, Completion("", "length", {})),
-        (choices({"message": None, "finish_reason": "content_filter"}), {}, Completion("", "content_filter", {})),
-        (choices({"index": 0, "finish_reason": "length"}), {"use_chat": False}, Completion("", "length", {})),
-        (chat(None, refusal="no"), {}, replace(HI, text="", refusal="no", choices=[{"text": "", **EMPTY,
-         "refusal": "no"}])),
-        (choices(*INDEXED), {}, Completion("choice 0", "stop", {}, choices=CHOICES)),
-        (choices(INDEXED[0]), {}, Completion("choice 2", "stop", {})),
-        (choices({"text": "hello", "finish_reason": "stop"}), {"use_chat": False}, Completion("hello", "stop", {})),
-        (choices({"message": {"content": "hi"}}), NULL_ACCEPTED, Completion("hi", None, {})),
-    ],
-)  # fmt: skip
-def test_an_answer_is_parsed(body, settings, result):
+def parsed(body, **settings):
     outcome = Outcome(chunked if body is None else answer(http(200, body)), **settings)
-    assert outcome.result == result
     path = "chat/completions" if settings.get("use_chat", True) else "completions"
     head, sent = outcome.server.requests[0]
     assert head.startswith(f"POST /v1/{path} ".encode())
     assert b"Authorization: Bearer key" in head
     assert sent == BODY
+    return replace(outcome.result, seconds=0.0)
+
+
+def usage(text):
+    return CHAT.parse(chat().replace(b'{"total_tokens": 3}', text.encode())).usage
+
+
+@pytest.mark.parametrize("code", golden.sections("parsed_answers"))
+def test_an_answer_is_parsed(code):
+    golden.show("parsed_answers", code, globals())
 
 
 @pytest.mark.parametrize("base", ["http://h/v1", "http://h/a%2Fb/c", "http://h"])
@@ -229,30 +182,6 @@ def test_a_url_may_be_the_whole_address_of_a_path(base, whole):
 
 
 BEYOND = "1" + "0" * 30
-
-
-@pytest.mark.parametrize(
-    "usage, kept",
-    [
-        (
-            '{"prompt_tokens": 3, "completion_tokens": 4.0}',
-            {"prompt_tokens": 3, "completion_tokens": 4},
-        ),
-        ('{"prompt_tokens": -1, "completion_tokens": 18446744073709551616}', {}),
-        (
-            f'{{"prompt_tokens": {BEYOND}, "cost": {BEYOND}, "completion_tokens": true}}',
-            {"cost": 1e30},
-        ),
-        (
-            '{"prompt_tokens_details": {"cached_tokens": "x", "cost": 0.5, "kind": "a"}}',
-            {"prompt_tokens_details": {"cost": 0.5, "kind": "a"}},
-        ),
-        ("null", {}),
-    ],
-)
-def test_token_counts_that_are_none_are_left_out(usage, kept):
-    body = chat().replace(b'{"total_tokens": 3}', usage.encode())
-    assert CHAT.parse(body).usage == kept
 
 
 @pytest.mark.parametrize("status", [400, 413, 422, 431])
@@ -1105,29 +1034,18 @@ async def test_proxies_of_the_environment_are_for_endpoints_only(monkeypatch):
 PROXY = "http://proxy.test:3128"
 
 
-@pytest.mark.parametrize(
-    "url, environment, proxy",
-    [
-        ("http://127.0.0.1:8000", {"http_proxy": PROXY, "no_proxy": "a.test, 127.0.0.0/8"}, None),
-        ("http://10.1.2.3", {"http_proxy": PROXY, "NO_PROXY": "10.1.0.0/255.255.0.0"}, None),
-        ("http://[fd00::5]:8000", {"http_proxy": PROXY, "no_proxy": "fd00::/8"}, None),
-        ("http://[::1]:8000", {"http_proxy": PROXY, "no_proxy": "[::1]"}, None),
-        ("http://gpu1.svc.test", {"http_proxy": PROXY, "no_proxy": "10.0.0.0/8,svc"}, PROXY),
-        ("http://11.1.2.3", {"http_proxy": PROXY, "no_proxy": "10.0.0.0/8"}, PROXY),
-        ("http://a.test", {"all_proxy": PROXY}, PROXY),
-        ("https://a.test", {"ALL_PROXY": "proxy.test:3128"}, PROXY),
-        ("http://127.0.0.1", {"all_proxy": PROXY, "no_proxy": "127.0.0.0/8"}, None),
-        ("http://a.test", {"all_proxy": "socks5h://proxy.test:1080"}, None),
-        ("http://a.test", {"all_proxy": "socks5h://proxy.test:1080", "http_proxy": PROXY}, PROXY),
-    ],
-)
-def test_the_proxy_of_a_url(url, environment, proxy, monkeypatch):
+@pytest.mark.parametrize("code", golden.sections("proxies"))
+def test_the_proxy_of_a_url(code, monkeypatch):
     for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert repr(proxy_of(HiddenUrl(url))) == str(proxy)
+
+    def proxy(url, **environment):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        return proxy_of(HiddenUrl(url))
+
+    golden.show("proxies", code, {"proxy": proxy, "PROXY": PROXY})
 
 
 @pytest.mark.parametrize(

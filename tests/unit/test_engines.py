@@ -23,7 +23,7 @@ from datatrove_ckpt.inference.servers import sglang_launch
 from datatrove_ckpt.inference.servers.server import find_cause, redacted_command
 from datatrove_ckpt.inference.servers.sglang_launch import Hidden
 from datatrove_ckpt.rollouts import PromptRollout
-from tests.golden import hold
+from tests.golden import hold, sections
 from tests.jobs import runner
 
 SECRET = "the-secret-key"
@@ -115,45 +115,14 @@ def flags(**kwargs):
     return {"model_kwargs": kwargs}
 
 
-COMMANDS = {
-    "a module": ("vllm", {}, SINGLE_NODE),
-    "a module of the head node": ("vllm", {}, HEAD),
-    "a module of a worker node": ("vllm", {}, WORKER),
-    "sglang on a worker node": ("sglang", {}, WORKER),
-    "parts of vllm": ("vllm", {"tp": 2, "dp": 3}, SINGLE_NODE),
-    "parts of sglang": ("sglang", {"tp": 2, "dp": 3, "pp": 4}, SINGLE_NODE),
-    "flags of others": ("dummy", flags(**OF_OTHERS, latency_ms=5), SINGLE_NODE),
-    "a flag wins": ("vllm", {"tp": 2, **flags(tensor_parallel_size=4)}, SINGLE_NODE),
-    "remote code": ("vllm", {"trust_remote_code": True}, SINGLE_NODE),
-    "remote code of sglang": ("sglang", {"trust_remote_code": True}, SINGLE_NODE),
-    "values of flags": (
-        "vllm",
-        flags(a=True, b=False, c=None, d=0.5, e_f="x y", g={"k": [1]}),
-        SINGLE_NODE,
-    ),
-    "eight slots": ("llamacpp", {"max_concurrent_generations": "auto"}, SINGLE_NODE),
-    # See tests/real/test_ways.py for what it answers otherwise.
-    "each text in one batch": (
-        "llamacpp",
-        {"model_max_context": 700, **flags(embedding=True, n_batch=900)},
-        SINGLE_NODE,
-    ),
-    **{
-        f"cores of {replicas} replicas": ("llamacpp", {"replicas": replicas}, SINGLE_NODE)
-        for replicas in (1, 2, 8)
-    },
-    "threads": ("llamacpp", {"replicas": 2, **flags(threads=5)}, SINGLE_NODE),
-    "a script": ("custom", flags(server_script="/serve.py", a_b=3), SINGLE_NODE),
-}
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_settings_become_the_flags_of_their_engine(name, monkeypatch):
-    engine, settings, nodes = COMMANDS[name]
+@pytest.mark.parametrize("code", sections("engines"))
+def test_settings_become_the_flags_of_their_engine(code, monkeypatch):
+    """What llama.cpp answers is in tests/real/test_ways.py."""
+    engine, settings, nodes = eval(code)
     monkeypatch.setattr(engines, "usable_cores", lambda: 7)
     argv = command_of(config(engine, **settings), FOUND.get(engine), nodes).argv
     names = {"SGLANG": sglang_launch.__file__, "PYTHON": sys.executable}
-    hold("engines", name, " ".join(argv), **names)
+    hold("engines", code, " ".join(argv), **names)
 
 
 def test_a_schema_of_the_rollout_or_the_requests_keeps_blanks_out_of_json():

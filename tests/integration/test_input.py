@@ -22,6 +22,7 @@ from datatrove_ckpt.checkpoint.open_checkpoint import Publisher
 from datatrove_ckpt.readers import JsonlReader, base, compressed
 from datatrove_ckpt.run_folder import earlier_runs
 from datatrove_ckpt.testing import FakeServer
+from tests import golden
 from tests.crashes import OF_FILES, assert_same_output_after_crash
 from tests.jobs import ask, rows, runner
 from tests.patience import until
@@ -222,42 +223,23 @@ def rewrite(path, old, new):
     path.write_text(path.read_text().replace(old, new))
 
 
-CHANGES = {
-    "file added": (lambda f: (f / "4.jsonl").write_text(lines(9)), "  '4.jsonl' was not read then"),
-    "file added first": (
-        lambda f: (f / "00.jsonl").write_text(lines(9)),
-        "  '00.jsonl' was not read then",
-    ),
-    "file removed": (lambda f: (f / "3.jsonl").unlink(), "  '3.jsonl' is gone"),
-    "file renamed": (
-        lambda f: (f / "3.jsonl").rename(f / "5.jsonl"),
-        "  '3.jsonl' is gone\n  '5.jsonl' was not read then",
-    ),
-    "file grown": (
-        lambda f: (f / "3.jsonl").write_text(lines(6, 7, 8)),
-        "  '3.jsonl' had 66 bytes, has 99",
-    ),
-    "file edited": (
-        lambda f: rewrite(f / "1.jsonl", "text 2", "Text 2"),
-        "  '1.jsonl' has other content",
-    ),
-}
+CHANGES = [*golden.sections("changed_inputs")]
 
 
 @pytest.mark.matrix(
     ("reader", "change"),
-    [*(("JsonlReader", change) for change in CHANGES), (ORIGINAL, "file edited")],
+    [*(("JsonlReader", change) for change in CHANGES), (ORIGINAL, CHANGES[-1])],
 )
 def test_another_input_than_finished_ranks_have_read_is_refused_before_anything_runs(
     job, tmp_path, reader, change
 ):
     job(reader)
     before = outputs(tmp_path)
-    make, message = CHANGES[change]
     shutil.copytree(tmp_path / "documents", tmp_path / "before")
-    make(tmp_path / "documents")
+    eval(change, {**globals(), "f": tmp_path / "documents"})
     said = job(reader, code=1).err
-    assert message in said
+    files = [line for line in said.splitlines() if line.startswith("  '")]
+    golden.hold("changed_inputs", change, "\n".join(files))
     assert "Put the input back, or process the new one as another run" in said
     shutil.rmtree(tmp_path / "documents")
     shutil.copytree(tmp_path / "before", tmp_path / "documents", copy_function=shutil.copyfile)

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.run_folder.environment_checks import FilesystemTraits, Mount, find_mount, traits
+from datatrove_ckpt.run_folder.environment_checks import Mount, find_mount, traits
+from tests import golden
 
 TEXT = """\
 /dev/nvme0n1p1 / ext4 rw,relatime 0 0
@@ -37,27 +38,9 @@ def of(kind, options="rw", source="somewhere"):
     return traits(Mount(Path("/m"), kind, source, frozenset(options.split(","))))
 
 
-@pytest.mark.parametrize(
-    "kind, options, says",
-    [
-        ("tmpfs", "rw", "It is lost when the machine or container stops."),
-        ("overlay", "rw", "It is lost when the container is removed: mount a volume."),
-        ("nfs", "rw,vers=3,nolock", "Its locks do not keep out a process on another node"),
-        ("lustre", "rw", "Its locks do not keep out a process on another node"),
-        ("fuse.gcsfuse", "rw", "It cannot append to a file."),
-        ("ext4", "rw", None),
-        ("nfs4", "rw,vers=4.2,local_lock=none", None),
-        ("lustre", "rw,flock", None),
-    ],
-)
-def test_what_is_wrong_with_a_file_system_is_said(kind, options, says):
-    found = of(kind, options)
-    if says is not None:
-        assert says in found.concern
-    elif kind in ("ext4", "apfs"):
-        assert found == FilesystemTraits(f"{kind} (local)")
-    else:
-        assert (found.shared, found.concern) == (True, "")
+@pytest.mark.parametrize("code", golden.sections("file_systems"))
+def test_what_is_wrong_with_a_file_system_is_said(code):
+    golden.show("file_systems", code, {"of": of})
 
 
 def test_only_what_outlives_the_machine_lasts_and_only_object_stores_are_unsupported():

@@ -20,26 +20,7 @@ from datatrove_ckpt.output.hub import (
     hub_failure,
 )
 from datatrove_ckpt.output.interruptible_calls import InterruptibleCalls
-
-
-@pytest.mark.parametrize(
-    "url, folder",
-    [
-        ("hf://datasets/org/name@v1/a@b/c", HubFolder("dataset", "org/name", "v1", "a@b/c")),
-        ("hf://datasets/org/name@refs/pr/3/a", HubFolder("dataset", "org/name", "refs/pr/3", "a")),
-        (
-            "hf://datasets/org/name@refs%2Fpr%2F3/a",
-            HubFolder("dataset", "org/name", "refs/pr/3", "a"),
-        ),
-        ("hf://datasets/org/name/a@b", HubFolder("dataset", "org/name", path="a@b")),
-        ("hf://org/name/a", HubFolder("model", "org/name", path="a")),
-        ("hf://buckets/org/name/a", HubFolder("bucket", "org/name", path="a")),
-    ],
-)
-def test_a_url_names_a_folder_and_the_folder_its_url(url, folder):
-    assert HubFolder.parse(url) == folder
-    assert HubFolder.parse(folder.url) == folder
-
+from tests import golden
 
 # What answers of the hub mean, and how long they ask to wait -------------------------------------
 
@@ -61,18 +42,15 @@ def answer(status, text="", url="https://hub/api/x", **headers):
     return error
 
 
-@pytest.mark.parametrize(
-    "error, final",
-    [
-        *((answer(status), True) for status in (400, 401, 403, 404, 422)),
-        *((answer(status), False) for status in (409, 412, 429, 500, 504)),
-        (answer(400, "lfs-verify failed"), False),
-        (answer(403, url="https://storage/bucket/abc?X-Amz-Signature=1"), False),
-        (TimeoutError("no answer within 600 s"), False),
-    ],
-)
-def test_what_no_retry_can_help_is_known(error, final):
-    assert HUB.is_transient(error) is not final
+def folder_of(url):
+    folder = HubFolder.parse(url)
+    assert HubFolder.parse(folder.url) == folder
+    return folder
+
+
+@pytest.mark.parametrize("code", golden.sections("hub"))
+def test_a_url_names_a_folder_and_what_no_retry_can_help_is_known(code):
+    golden.show("hub", code, globals())
 
 
 def test_waiting_that_the_hub_asked_for_costs_no_patience():

@@ -7,7 +7,6 @@ without descriptions, and strict, so that unknown fields are errors.
 """
 
 import json
-import signal
 import sys
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.common import LAUNCH
 from datatrove_ckpt.common.retrying import code_of_rank
 from datatrove_ckpt.testing import FakeServer
+from tests import golden
 from tests.golden import hold
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
@@ -113,32 +113,15 @@ def short_form():
     )
 
 
-PRINTED = {
-    "the config": (lambda: Path("job.yaml").write_bytes(Path(CONFIG).read_bytes()), ()),
-    "settings of the section": (
-        section,
-        ("--kubernetes.gpus=2", "--kubernetes.workers=9", "--kubernetes.cpu=500m"),
-    ),
-    "absolute checkpoints": (on_volume, ("--pipeline.1.checkpoints_local_dir=/tmp/c",)),
-    "modules beside the file": (a_module, ()),
-    "a module elsewhere": (a_module_elsewhere, ()),
-    "packages beside the file": (packages, ()),
-    "a package with bytes": (lambda: packages(content=b"\xff"), ()),
-    "a package that is too large": (lambda: packages(content=b"much" * 60_000), ()),
-    "a package with an odd name": (lambda: packages("a..b", b""), ()),
-    "the short form": (short_form, ()),
-}
-
-
-@pytest.mark.parametrize("name", PRINTED)
-def test_what_is_printed_is_as_the_api_wants_it(command, log, name):
-    set_up, flags = PRINTED[name]
+@pytest.mark.parametrize("code", golden.sections("k8s"))
+def test_what_is_printed_is_as_the_api_wants_it(command, log, code):
+    set_up, flags = eval(code)
     set_up()
     printed = command("k8s", "job.yaml", *flags)
     config_map, job = manifests(printed)
     config_map["data"].pop("job.yaml")  # see below
     held = yaml.safe_dump([config_map, job], allow_unicode=True)
-    hold("k8s", name, held + printed.err + "".join(log))
+    hold("k8s", code, held + printed.err + "".join(log))
 
 
 def test_the_file_in_the_config_map_is_the_same_run(command):
@@ -177,32 +160,11 @@ def a_key():
     on_volume("k8s_key.rollout")
 
 
-REFUSED = {
-    "logs on the disk of the pod": (on_volume, "--executor.logging_dir=logs"),
-    "output on it": (on_volume, "--pipeline.1.output_writer.output_folder=out"),
-    "no mirror": (on_volume, "--pipeline.1.checkpoints_remote_dir=null"),
-    "few seconds": (on_volume, "--kubernetes.grace_seconds=39"),
-    "a long drain": (on_volume, "--pipeline.1.drain_seconds=41"),
-    "depends": (on_volume, "--executor.depends={class_path: LocalPipelineExecutor, init_args: {pipeline: []}}"),
-    "a secret variable": (on_volume, "--kubernetes.env={AWS_SECRET_ACCESS_KEY: x}"),
-    "a secret in a value": (on_volume, "--kubernetes.env={PROXY: 'http://me:word@proxy'}"),
-    "a secret in the pod": (on_volume, "--kubernetes.pod={schedulerName: hf_A1b2C3d4E5f6G7h8}"),
-    "a secret in a request": (on_volume,
-        "--pipeline.1.config.default_generation_params.extra_headers={X-Api-Key: abcdefgh}"),
-    "a repository": (on_volume, "--executor.logging_dir=hf://datasets/org/job/logs"),
-    "another writer on it": (another_writer, "--kubernetes.gpus=1"),
-    "a key in a module": (a_key, "--kubernetes.gpus=1"),
-    "an unknown key": (short_form, "--kubernetes.imag=x"),
-    "a run folder on it": (short_form, "--run-folder=run"),
-    "an input on it": (input_elsewhere, "--input=input"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_work_is_refused(command, name):
-    set_up, flag = REFUSED[name]
+@pytest.mark.parametrize("code", golden.sections("k8s_refused"))
+def test_what_cannot_work_is_refused(command, code):
+    set_up, flag = eval(code)
     set_up()
-    hold("k8s", name, command("k8s", "job.yaml", flag, code=2).error)
+    hold("k8s_refused", code, command("k8s", "job.yaml", flag, code=2).error)
 
 
 # exit codes --------------------------------------------------------------------------------------
@@ -251,24 +213,6 @@ def test_a_hub_that_is_away_before_a_worker_starts_does_not_fail_the_job(command
     command("run", "job.yaml", code=2)
 
 
-@pytest.mark.parametrize(
-    "error, code",
-    [
-        (errors.ConfigError("found by the worker"), 2),
-        (errors.VersionMismatch("newer"), 2),
-        (errors.DocumentFailed("its rollout raised"), 3),
-        (errors.GivenUp("2 of 4 tasks"), 3),
-        (errors.TooManyDeadLetters("11"), 3),
-        (errors.InputError("damaged"), 3),
-        (errors.OutputMismatch("gone"), 3),
-        (from_server(), 1),
-        (from_network(errors.ConfigError("generation_config: the hub does not give it")), 1),
-        (errors.OutputFailed("the bucket is away"), 1),
-        (errors.StorageFailed("full"), 1),
-        (errors.ServerRefused("401"), 1),
-        (errors.CheckpointLocked("another pod"), 1),
-        (errors.Preempted("the node goes away"), 128 + signal.SIGTERM),
-    ],
-)
-def test_exit_codes_of_a_worker_are_told_apart(error, code):
-    assert code_of_rank(error) == code
+@pytest.mark.parametrize("code", golden.sections("exit_codes"))
+def test_exit_codes_of_a_worker_are_told_apart(code):
+    golden.show("exit_codes", code, {**globals(), "code_of_rank": code_of_rank})

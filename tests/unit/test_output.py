@@ -27,6 +27,7 @@ from datatrove_ckpt.output.output_folder import OutputFolder, list_files
 from datatrove_ckpt.output.targets import LocalTarget, RemoteTarget, S3Target
 from datatrove_ckpt.output.writer_checks import check_writer
 from datatrove_ckpt.readers import JsonlReader
+from tests import golden
 from tests.crashes import WatchedDisk, disk_in_place
 from tests.disk_errors import Answered
 
@@ -210,25 +211,9 @@ def by_s3(kind, code, status):
     return error
 
 
-@pytest.mark.parametrize(
-    "error, permanent",
-    [
-        (by_s3(PermissionError, "AccessDenied", 403), True),
-        (by_s3(FileNotFoundError, "NoSuchBucket", 404), True),
-        # It was completed, and the answer got lost.
-        (by_s3(FileNotFoundError, "NoSuchUpload", 404), False),
-        (by_s3(OSError, "SlowDown", 503), False),
-        (by_s3(TimeoutError, "RequestTimeout", 400), False),
-        (OSError("broken pipe"), False),
-        (Answered(status=403), True),
-        (Answered(code=401), True),  # gcsfs'
-        (Answered(response=Answered(status_code=401)), True),
-        # The Hub's: another commit came first.
-        (Answered(response=Answered(status_code=412)), False),
-    ],
-)
-def test_which_errors_are_permanent(error, permanent):
-    assert retrying.STORAGE.is_transient(error) is not permanent
+@pytest.mark.parametrize("code", golden.sections("errors_of_storage"))
+def test_which_errors_are_permanent(code):
+    golden.show("errors_of_storage", code, {**globals(), "STORAGE": retrying.STORAGE})
 
 
 class Uploads:

@@ -10,12 +10,13 @@ from itertools import count
 
 import pytest
 
-from datatrove_ckpt.common.retrying import Quota, quotas, retry_after
+from datatrove_ckpt.common.retrying import quotas, retry_after
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.inference.client import client as client_module
 from datatrove_ckpt.inference.client import routing
 from datatrove_ckpt.inference.client.routing import Request
 from datatrove_ckpt.process.open_files import files_needed, requests_at_once
+from tests import golden
 from tests.clients import lent_client
 from tests.simulated_servers import SimulatedProvider, SimulatedServer
 from tests.virtual_time import VirtualTimeLoop
@@ -141,41 +142,12 @@ def test_a_server_that_fails_at_everything_takes_little_of_another_ones_time(
         assert sum("It gets few requests from now on" in line for line in log) == 1
 
 
-@pytest.mark.parametrize(
-    "fields, shown",
-    [
-        (
-            {
-                "x-ratelimit-limit-requests": "60",
-                "x-ratelimit-remaining-requests": "59",
-                "x-ratelimit-reset-requests": "120ms",
-                "x-ratelimit-limit-tokens": "150000",
-                "x-ratelimit-remaining-tokens": "149984",
-                "x-ratelimit-reset-tokens": "6m0s",
-            },
-            [Quota(False, 60, 59, 0.12), Quota(True, 150_000, 149_984, 360)],
-        ),
-        (
-            {
-                "x-ratelimit-limit": "10",
-                "x-ratelimit-remaining": "0",
-                "x-ratelimit-reset": "1",
-            },
-            [Quota(False, 10, 0, 1)],
-        ),
-        # A time in place of seconds, and no reset at all.
-        ({"x-ratelimit-remaining": "0", "x-ratelimit-reset": "1795867200"}, []),
-        ({"x-ratelimit-remaining": "0", "x-ratelimit-reset": "2026-11-28T12:00:00Z"}, []),
-        ({"x-ratelimit-remaining-requests": "0"}, []),
-        # Searched as a whole, it would take a minute.
-        ({"x-ratelimit-remaining": "0", "x-ratelimit-reset": "1" * 60_000 + "x"}, []),
-        ({}, []),
-    ],
-)
-def test_quotas_of_providers_are_read(fields, shown):
-    assert list(quotas(fields)) == [pytest.approx(quota) for quota in shown]
-    waits = [quota.seconds for quota in shown if not quota.left]
-    assert retry_after(fields) == max(waits, default=None)
+@pytest.mark.parametrize("code", golden.sections("quotas"))
+def test_quotas_of_providers_are_read(code):
+    def shown(fields):
+        return list(quotas(fields)), retry_after(fields)
+
+    golden.show("quotas", code, {"shown": shown})
 
 
 # Servers that show metrics -----------------------------------------------------------------------

@@ -60,60 +60,12 @@ def answer(rollout, *answers):
     return None if result is None else str(result.text)
 
 
-# what the engines are asked ----------------------------------------------------------------------
-
-AS_FORMAT = {
-    "response_format": {
-        "type": "json_schema",
-        "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True},
-    }
-}
+# what the engines are asked, and what is valid ---------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "settings, server_type, fields",
-    [
-        ({"json_schema": SCHEMA}, "vllm", {"structured_outputs": {"json": SCHEMA}}),
-        ({"json_schema": SCHEMA}, "sglang", AS_FORMAT),
-        (
-            {"choice": ["yes", "no (maybe) - or 1.5"]},
-            "sglang",
-            {"regex": r"(yes|no \(maybe\) - or 1\.5)"},
-        ),
-        ({"json_schema": SCHEMA}, "llamacpp", {"json_schema": SCHEMA}),
-        ({"choice": ["yes", 'a "no"']}, "llamacpp", {"grammar": r'root ::= "yes" | "a \"no\""'}),
-        ({"json_schema": SCHEMA}, "endpoint", AS_FORMAT),
-        ({"regex": "a", "engine": "vllm"}, "endpoint", {"structured_outputs": {"regex": "a"}}),
-        ({"regex": "a", "engine": "none"}, "endpoint", {}),
-        ({"json_schema": SCHEMA}, "dummy", {}),
-    ],
-)
-def test_each_engine_gets_its_own_fields(settings, server_type, fields):
-    assert sent(PromptRollout(**settings), server_type) == fields
-
-
-# what is valid -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "settings, given, text",
-    [
-        ({"json_schema": SCHEMA}, GOOD, GOOD),
-        ({"json_schema": SCHEMA}, f"\n```json\n{GOOD}\n```\n", GOOD),
-        ({"json_schema": SCHEMA}, f"\ufeff{GOOD}", GOOD),
-        ({"json_schema": SCHEMA}, f"<think>{GOOD[:-1]}</think>\n{GOOD}", GOOD),
-        ({"json_schema": SCHEMA}, f"so be it</think>```json\n{GOOD}\n```", GOOD),
-        ({"json_schema": SCHEMA}, f"[THINK]hm[/THINK]{GOOD}", GOOD),
-        ({"json_schema": SCHEMA}, THOUGHT, THOUGHT),
-        ({"json_schema": {}}, DEEP, DEEP),
-        ({"choice": ["yes", "no"]}, "<thinking>\nno?\n</thinking>\n\nyes", "yes"),
-        ({"regex": r"\d+-\d+"}, " 12-34\n", "12-34"),
-        ({"choice": ["yes", "no"]}, "no ", "no"),
-        ({"choice": ["yes", "no"]}, "```text\nno\n```", "no"),
-    ],
-)
-def test_a_valid_answer_is_the_result_without_what_surrounds_it(settings, given, text):
-    assert answer(PromptRollout(**settings), given) == text
+@pytest.mark.parametrize("code", golden.sections("valid_answers"))
+def test_each_engine_gets_its_own_fields_and_a_valid_answer_loses_what_surrounds_it(code):
+    golden.show("valid_answers", code, globals())
 
 
 @pytest.mark.parametrize("code", golden.sections("invalid_answers"))

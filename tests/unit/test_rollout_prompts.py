@@ -22,6 +22,7 @@ from datatrove_ckpt.rollouts import (
 )
 from datatrove_ckpt.rollouts.token_counter import load_counter
 from datatrove_ckpt.user_code.code_identity import code_identity
+from tests import golden
 from tests.clients import config
 from tests.jobs import rejects, rows, runner
 from tests.rollouts import asked, document
@@ -38,26 +39,12 @@ def content(rollout, given):
 EARLIER = {"summary": {"moods": ["good", "bad"]}, "rollout_results": [{"text": "é"}]}
 
 
-@pytest.mark.parametrize(
-    "rollout, prompt",
-    [
-        (PromptRollout("{title} ({year}): {text}"), "Rain (1854): Rain falls."),
-        (PromptRollout("{metadata[text]}"), "not this one"),
-        (PromptRollout("{rollout_results[0][text]} {summary[moods][1]} {summary.moods[0]}"), "é bad good"),
-        (PromptRollout("{rollout_results[0].text} {summary}"), 'é {"moods":["good","bad"]}'),
-        (PromptRollout("{a.b} {a-b c} {of-all.x y} {null.part[0].x}"), "dot hyphen of all None"),
-        (PromptRollout("Say: {text}", prompt_column="title"), "Say: Rain"),
-        (PromptRollout("Say: [[DOCUMENT]]", prompt_column="title"), "Say: Rain"),
-        (ChunkedRollout(prompt_column="title"), "Rain"),
-        (CompletionRollout(prompt_column="year"), "1854"),
-    ],
-)  # fmt: skip
-def test_keys_of_the_metadata_and_parts_of_their_values_are_filled_in(rollout, prompt):
+@pytest.mark.parametrize("code", golden.sections("prompts"))
+def test_keys_of_the_metadata_and_parts_of_their_values_are_filled_in(code):
     given = document(title="Rain", year=1854, **EARLIER)
     given.metadata |= {"a.b": "dot", "a-b c": "hyphen", "of-all": {"x y": "of all"}, "null": None}
     given.metadata["text"] = "not this one"
-    sent = asked(rollout, given)
-    assert sent in ({"prompt": prompt}, {"messages": [{"role": "user", "content": prompt}]})
+    golden.show("prompts", code, {**globals(), "sent": lambda rollout: asked(rollout, given)})
 
 
 # lists of messages -------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from datatrove_ckpt.rollouts import (
     PromptRollout,
     for_config,
 )
+from tests import golden
 from tests.clients import config
 from tests.pages import ROOT
 from tests.rollouts import Texts, document
@@ -112,23 +113,6 @@ def test_a_column_gets_the_vector_and_the_result_says_where_it_is():
 # classify ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "settings, found",
-    [
-        ({}, {"label": "fiction", "score": 0.7, "scores": SCORES}),
-        ({"labels": None, "keep": ["1"]}, {"label": "1", "score": 0.7, "scores": {"1": 0.7}}),
-        (
-            {"keep": ["other"], "threshold": 0.1},
-            {"label": "other", "score": 0.1, "scores": {"other": 0.1}},
-        ),
-        ({"keep": ["other"], "threshold": 0.11}, None),
-        ({"threshold": 0.7}, {"label": "fiction", "score": 0.7, "scores": SCORES}),
-    ],
-)
-def test_the_best_of_the_labels_is_the_result_or_the_document_is_dropped(settings, found):
-    assert result(ClassifyRollout(**{"labels": list(SCORES), **settings}), Model()) == found
-
-
 def test_a_score_that_is_equal_to_the_threshold_as_float32_is_kept():
     model = Model()
     model.score = 0.699999988079071
@@ -138,32 +122,14 @@ def test_a_score_that_is_equal_to_the_threshold_as_float32_is_kept():
 # judge -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "settings, said, score",
-    [
-        ({}, "-1 or 2", -1),
-        ({"score_pattern": r"score: (.*)"}, "2 of 5. score: 1\nscore: 3", 3),
-        ({"score_pattern": r"\d/5"}, "5 reasons: 4/5", 4),
-        ({"threshold": 3}, "3", 3),
-        ({"threshold": 3}, "2.9", None),
-        ({}, "It is .5", 0.5),
-        ({}, "Well...5 of 9.", 5),
-        ({}, "\u22121.", -1),
-        ({}, "4, or 5", 4),
-        (FROM_CONFIGS, "**Score:** 4", 4),
-        (FROM_CONFIGS, "Score: **4.5**.", 4.5),
-        (FROM_CONFIGS, "Score: 4/5", 4),
-        ({}, "<think>3</think>5", 5),
-        ({}, "3? </think>\n\n5 <think>4", 5),
-        (FROM_CONFIGS, "Score: 4<think>Score: 3", 4),
-        ({"score_pattern": r"</think>(\d)"}, "<think>3</think>5", 5),
-    ],
-)
-def test_the_score_is_a_number_of_the_answer_and_a_low_one_drops_the_document(
-    settings, said, score
-):
+def judged(said, **settings):
     found = result(only(JudgeRollout(judge_prompt="Rate {text}", **settings)), Model(said))
-    assert (found and found["score"]) == score
+    return found and found["score"]
+
+
+@pytest.mark.parametrize("code", golden.sections("labels_and_scores"))
+def test_labels_and_scores_are_results_or_the_document_is_dropped(code):
+    golden.show("labels_and_scores", code, globals())
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from datatrove_ckpt.rollouts import (
     chat,
     split_text,
 )
+from tests import golden
 from tests.rollouts import Texts, asked, document
 from tests.words import write_tokenizer
 
@@ -104,24 +105,9 @@ def test_an_answer_with_a_part_cut_off_is_cut_off_and_when_a_part_fails_the_othe
     assert server.ended == 2
 
 
-@pytest.mark.parametrize(
-    "text, limit, parts",
-    [
-        ("short", 99, ["short"]),
-        ("aa\n\nbb\n\ncc", 6, ["aa\n\nbb", "cc"]),
-        ("aa\n \n\n bb", 4, ["aa", "bb"]),
-        ("One. Two! Three?", 9, ["One. Two!", "Three?"]),
-        ("いち。に。", 3, ["いち。", "に。"]),
-        ("abcdefgh", 3, ["abc", "def", "gh"]),
-        (
-            "tiny\n\nA sentence here. abcdefghijklmnop",
-            16,
-            ["tiny", "A sentence here.", "abcdefghijklmnop"],
-        ),
-    ],
-)
-def test_a_text_is_cut_where_it_hurts_least(text, limit, parts):
-    assert split_text(text, limit) == parts
+@pytest.mark.parametrize("code", golden.sections("cut_texts"))
+def test_a_text_is_cut_where_it_hurts_least(code):
+    golden.show("cut_texts", code, {"split_text": split_text})
 
 
 @pytest.mark.parametrize(

@@ -12,39 +12,13 @@ import pytest
 
 from datatrove_ckpt.torch import dataset
 from datatrove_ckpt.torch.dataset import RowBatches, batch_rows, joined_tables, json_row
+from tests import golden
 from tests.unit.tables import table_rows
 
 TOKENS = [[1, 2, 3], [], [4], [5, 6]]
-COLUMNS = {
-    "int": pa.array([1, 2, 3, 4], pa.int32()),
-    "with null": pa.array([1, None, 3, 4]),
-    "float": pa.array([1.5, 2.5, float("inf"), 0.0]),
-    "bool": pa.array([True, False, True, True]),
-    "text": pa.array(["a", "é", None, ""]),
-    "large text": pa.array(["a", "é", "x" * 100, ""], pa.large_string()),
-    "binary": pa.array([b"a", b"\0", None, b""]),
-    "time": pa.array([datetime.datetime(2026, 1, day) for day in range(1, 5)]),
-    "dictionary": pa.array(["a", "b", "a", "b"]).dictionary_encode(),
-    "struct": pa.array([{"a": i, "b": ["x"] * i} for i in range(4)]),
-    "texts": pa.array([["a"], [], None, ["b", "c"]]),
-    "nothing": pa.nulls(4),
-    "view": pa.array(["a", "b" * 20, None, ""], pa.string_view()),
-    "list of views": pa.array([["a"], [], None, ["b" * 20, None]], pa.list_(pa.string_view())),
-    "view in a struct": pa.array(
-        [{"a": "x" * i} for i in range(4)], pa.struct([("a", pa.string_view())])
-    ),
-    "run ends": pc.run_end_encode(pa.array([1, 1, 2, 2])),
-    "list view": pa.array([[1], [], None, [2, 3]], pa.list_view(pa.int32())),
-    "map": pa.array([[("a", 1)], [], None, [("b", 2)]], pa.map_(pa.string(), pa.int32())),
-}
-LISTS = {
-    "int32": pa.array(TOKENS, pa.list_(pa.int32())),
-    "uint16": pa.array(TOKENS, pa.large_list(pa.uint16())),
-    "float32": pa.array(TOKENS, pa.list_(pa.float32())),
-    "equal": pa.array([[1, 2]] * 4, pa.list_(pa.int64())),
-    "fixed": pa.array([[1, 2], [3, 4], [5, 6], [7, 8]], pa.list_(pa.int8(), 2)),
-    "empty": pa.array([[], [], [], []], pa.list_(pa.int32())),
-}
+NAMES = {"datetime": datetime, "pa": pa, "pc": pc, "TOKENS": TOKENS}
+COLUMNS = {code: eval(code, NAMES) for code in golden.sections("columns_of_tables")}
+LISTS = {code: eval(code, NAMES) for code in golden.sections("lists_of_tables")}
 
 
 def sliced(array):

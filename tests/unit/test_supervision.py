@@ -18,8 +18,9 @@ from datatrove_ckpt.inference.client.routing import Target
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.inference.servers import host
 from datatrove_ckpt.inference.servers import server as gpu_leases
-from datatrove_ckpt.inference.servers.host import Metrics, RankModels, parse_metrics, read_metrics
+from datatrove_ckpt.inference.servers.host import RankModels, parse_metrics, read_metrics
 from datatrove_ckpt.inference.servers.server import InferenceServer
+from tests import golden
 from tests.clients import config
 from tests.jobs import leased_gpus
 
@@ -104,25 +105,11 @@ async def leased(configs, without=()):
 
 @pytest.mark.usefixtures("four_gpus")
 @pytest.mark.parametrize("executor", ["LOCAL", "SLURM"])
-@pytest.mark.parametrize(
-    "models, shares",
-    [
-        ({"writer": {"replicas": 2, "tp": 2}}, {"": ["0,1", "2,3"]}),
-        ({"writer": {"tp": 2}, "judge": {}}, {"writer": ["0,1"], "judge": ["2"]}),
-        (
-            {"writer": {"gpus": 0}, "judge": {"replicas": 2, "tp": 2}},
-            {"writer": [""], "judge": ["0,1", "2,3"]},
-        ),
-        (
-            {"writer": {"gpus": 2, "replicas": 2}, "judge": {}},
-            {"writer": ["0", "1"], "judge": ["2"]},
-        ),
-    ],
-)
-async def test_models_divide_the_gpus(executor, models, shares, monkeypatch):
+@pytest.mark.parametrize("models", golden.sections("shares_of_gpus"))
+async def test_models_divide_the_gpus(executor, models, monkeypatch):
     monkeypatch.setenv("DATATROVE_EXECUTOR", executor)
-    async with leased(named(**models)) as found:
-        assert found == shares
+    async with leased(named(**eval(models))) as found:
+        golden.hold("shares_of_gpus", models, str({**found}))
 
 
 @pytest.mark.usefixtures("four_gpus")
@@ -225,22 +212,13 @@ sglang:token_usage{dp_rank="0",pp_rank="1"} 0.75
 LLAMACPP_METRICS = "llamacpp:requests_processing 4\nllamacpp:requests_deferred 1\nllamacpp:tokens_predicted_total 12\n"
 
 
-@pytest.mark.parametrize(
-    "server_type, page, read",
-    [
-        (
-            "vllm",
-            VLLM_METRICS,
-            Metrics(running=18.0, waiting=3.0, tokens=2600.0, cache_tokens=80000),
-        ),
-        ("vllm", HYBRID_METRICS, Metrics(1.0, 0.0, 0.0, (0.8 + 0.4) / 2)),
-        ("sglang", SGLANG_METRICS, Metrics(5.0, 2.0, 40.0, 0.75)),
-        ("llamacpp", LLAMACPP_METRICS, Metrics(4.0, 1.0, 12.0)),
-        ("sglang", "<html>not found</html>\nprocess_cpu_seconds_total 3\n", None),
-    ],
-)
-def test_metrics_of_all_engines_of_a_server_are_added_up(server_type, page, read):
-    assert parse_metrics(ENGINES[server_type].metrics, page) == read
+@pytest.mark.parametrize("code", golden.sections("metrics_of_engines"))
+def test_metrics_of_all_engines_of_a_server_are_added_up(code):
+    golden.show(
+        "metrics_of_engines",
+        code,
+        {**globals(), "parse_metrics": parse_metrics, "ENGINES": ENGINES},
+    )
 
 
 RESTRICTED = [("/metrics/", "name[]")]

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +31,7 @@ from datatrove_ckpt.checkpoint.checksummed_lines import checksummed_json, read_c
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.journal import FinishedDocument
 from datatrove_ckpt.checkpoint.request_cache import AnswerKey, CachedAnswer
-from datatrove_ckpt.common.redaction import masked, redact, shown_json
+from datatrove_ckpt.common.redaction import redact, shown_json, without_secrets
 from datatrove_ckpt.errors import CkptError, DocumentNotSerializable
 from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.generation.requests import DocumentAnswers, RankContext
@@ -198,7 +199,7 @@ class RecordedDocuments:
 
     def __init__(self, root: Path, rank: int = -1, share: float = 1.0) -> None:
         self.folder = root / layout.RECORDED
-        self.finished = asyncio.Queue[RecordedDocument]()
+        self.finished: list[RecordedDocument] = []
         self._rank = rank
         self._share = share
         self.is_stopped = bool(self.void)
@@ -242,10 +243,10 @@ class RecordedDocuments:
     ) -> DocumentAnswers:
         if not (self.is_stopped or source.finished is not None or source.size > _MAX_BYTES):
             number = xxhash.xxh3_64_intdigest(slot.ordinal.to_bytes(8), self._rank)
-            if number < self._limit and (name := f"{number:016x}") < self._end:
+            if number < self._limit:
                 with suppress(DocumentNotSerializable):
                     document = RecordedDocument(
-                        name,
+                        f"{number:016x}",
                         slot.ordinal,
                         slot.chunk.index,
                         source.id,
@@ -266,16 +267,25 @@ class RecordedDocuments:
 
     def finish(self, answers: DocumentAnswers, finished: FinishedDocument) -> None:
         if isinstance(answers, RecordingAnswers) and answers.record(finished):
-            self.finished.put_nowait(answers.document)
+            self.finished.append(answers.document)
 
-    def put(self, document: RecordedDocument) -> None:
-        requests = [
-            (key, masked("payload", payload), answer) for key, payload, answer in document.requests
-        ]
-        fields = {"version": _VERSION, **vars(document), "requests": requests}
-        data = checksummed_json(fields, indent=False)
-        if len(data) <= _MAX_BYTES:
-            self._write(f"{document.name}.json", data)
+    def taken(self) -> list[RecordedDocument]:
+        """Takes those of the finished documents that have room."""
+        finished = sorted(self.finished, key=attrgetter("name"))
+        self.finished = []
+        return [each for each in finished[: layout.MAX_RECORDED] if each.name < self._end]
+
+    def put(self, documents: Iterable[RecordedDocument]) -> None:
+        files.disk.make_dirs(self.folder, files.PRIVATE_FOLDER)
+        for document in documents:
+            requests = [
+                (key, without_secrets("payload", payload, is_hashed=False), answer)
+                for key, payload, answer in document.requests
+            ]
+            fields = {"version": _VERSION, **vars(document), "requests": requests}
+            data = checksummed_json(fields, indent=False)
+            if len(data) <= _MAX_BYTES:
+                self._write(f"{document.name}.json", data)
         names = self.names()
         size = 0
         for number, name in enumerate(names):
@@ -285,14 +295,13 @@ class RecordedDocuments:
                 self._end = min(self._end, name)
                 self.remove([name])
         if not names:  # another rank has ended the recording since
-            self.remove([f"{document.name}.json"])
+            self.remove(f"{document.name}.json" for document in documents)
 
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
             files.disk.remove(self.folder / name)
 
     def _write(self, name: str, data: bytes) -> None:
-        files.disk.make_dirs(self.folder, files.PRIVATE_FOLDER)
         # Ranks that start together may write the same file: each has its own beside it.
         beside = self.folder / f"{name}.{self._rank:08x}"
         descriptor = files.disk.create(beside, files.PRIVATE_FILE)
@@ -307,6 +316,7 @@ class RecordedDocuments:
         self.is_stopped = True
         try:
             self.remove(self.names())  # first: a full disk must not leave what a start would replay
+            files.disk.make_dirs(self.folder, files.PRIVATE_FOLDER)
             self._write(layout.VOID, checksummed_json({"version": _VERSION, "why": redact(why)}))
         except CkptError as error:  # of the disk: the journal decides whether the rank goes on
             logger.warning(f"replay check: its end cannot be recorded: {error}")

@@ -23,7 +23,6 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.generation.document_runs import DocumentRuns
 from datatrove_ckpt.generation.prefetch import DocumentSource
-from datatrove_ckpt.generation.recorded_documents import RecordedDocuments
 from datatrove_ckpt.generation.replay import Replays
 from datatrove_ckpt.generation.requests import RankContext, RankModel
 from datatrove_ckpt.inference.client.routing import Sender
@@ -77,7 +76,7 @@ async def stop_when_requested(
     requests: RankContext,
     serving: list[asyncio.Task[None]],
     watch: asyncio.Task[None],
-    recorded: RecordedDocuments,
+    replays: Replays,
 ) -> None:
     """Waits until the rank is to stop, and stops it.
 
@@ -100,7 +99,7 @@ async def stop_when_requested(
     lost_before = counts.lost
     # 1. Requests in flight are answered, and complete chunks published, until the deadline.
     try:
-        shutdown.late = not await shutdown.wait_for(_drain(requests, models, recorded))
+        shutdown.late = not await shutdown.wait_for(_drain(requests, models, replays))
         if shutdown.parent is not None:
             shutdown.parent.late |= shutdown.late
     finally:
@@ -160,9 +159,7 @@ def _log_drain(requests: RankContext, models: list[RankModel]) -> None:
         )
 
 
-async def _drain(
-    requests: RankContext, models: list[RankModel], recorded: RecordedDocuments
-) -> None:
+async def _drain(requests: RankContext, models: list[RankModel], replays: Replays) -> None:
     requests.checkpoint.flush_placement()
     # This must hold in two polls: a new answer may not have reached its rollout yet.
     quiet = 0.0
@@ -175,7 +172,7 @@ async def _drain(
             break
         else:
             quiet += LOOK_SECONDS
-    await recorded.finished.join()
+    await replays.record()
     with suppress(TimeoutError):  # an upload may take minutes; its chunk's journal is safe
         async with asyncio.timeout(_PUBLISH_WAIT_SECONDS):
             while requests.checkpoint.publishing:
@@ -213,9 +210,9 @@ class Scheduler:
                 for model in self.requests.models.values()
             ]
             watch = background.create_task(self._watch())
-            record = background.create_task(self.replays.record())
+            record = background.create_task(self.replays.record_regularly())
             stop = background.create_task(
-                stop_when_requested(self.requests, serving, watch, self.runs.recorded)
+                stop_when_requested(self.requests, serving, watch, self.replays)
             )
             await self._run_documents(documents)
             await self._save(documents)
@@ -243,7 +240,7 @@ class Scheduler:
                 host.has_admitted = True
             while self.requests.documents:
                 await asyncio.wait([*self.requests.documents.values()])
-            await self.runs.recorded.finished.join()
+            await self.replays.record()
             if self.shutdown.has_failed:
                 await wait_until_cancelled()
         except BaseException:

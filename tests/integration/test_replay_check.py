@@ -78,7 +78,7 @@ def test_a_task_replays_nothing_for_a_record_that_others_have_filled(tmp_path, s
     for number in range(64):
         (folder / f"{number:016x}.json").touch()
     written = []
-    monkeypatch.setattr(RecordedDocuments, "put", lambda self, document: written.append(document))
+    monkeypatch.setattr(RecordedDocuments, "put", lambda self, documents: written.extend(documents))
     run_job(tmp_path, server, 5, says_word)
     assert written == []
 
@@ -108,11 +108,11 @@ def test_a_payload_is_searched_for_secrets_beside_the_event_loop(tmp_path, serve
         loops.append(threading.current_thread())
         return await generate(chat(document.text))
 
-    def masked(name, value):
+    def masked(name, value, is_hashed):
         assert threading.current_thread() not in loops
-        return redaction.masked(name, value)
+        return redaction.without_secrets(name, value, is_hashed=is_hashed)
 
-    monkeypatch.setattr(recorded_documents, "masked", masked)
+    monkeypatch.setattr(recorded_documents, "without_secrets", masked)
     run_job(tmp_path, server, 3, rollout)
     assert len(recorded(tmp_path)) == 3
 

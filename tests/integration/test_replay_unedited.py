@@ -40,10 +40,28 @@ def test_ranks_that_write_the_same_record_at_once_do_not_fail(tmp_path):
     def write(rank):
         recorded = RecordedDocuments(tmp_path, rank)
         for _ in range(50):
-            recorded.put(document)
+            recorded.put([document])
 
     in_threads(write, range(8))
     assert [*RecordedDocuments(tmp_path).read()] == [document]
+
+
+def test_what_has_finished_is_recorded_together_if_there_is_room(tmp_path):
+    documents = [
+        replay.RecordedDocument(f"{number:016x}", number, 0, "id", "", "", [], "", "", [])
+        for number in range(200)
+    ]
+    recorded = RecordedDocuments(tmp_path)
+    recorded.finished = documents[:99:-1]
+    taken = recorded.taken()
+    assert taken == documents[100:164]
+    assert recorded.finished == []
+    recorded.put([*taken, documents[164]])  # of another rank
+    assert [*recorded.read()] == taken
+    recorded.finished = documents[90:190]
+    assert recorded.taken() == documents[90:154]
+    recorded.finished = documents[165:]
+    assert recorded.taken() == []
 
 
 def test_ranks_that_end_the_record_at_once_do_not_fail(tmp_path):

@@ -15,8 +15,9 @@ import json
 import os
 import platform
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
-from contextlib import suppress
+import types
+from collections.abc import Awaitable, Coroutine, Generator, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -44,7 +45,7 @@ _MAX_BYTES = 256 * 1024  # of a document
 _MAX_ALL_BYTES = 4 * 2**20
 _VERSION = 1  # changes with what this package makes of a payload: its users changed nothing
 _FIRST = 8  # documents that are recorded whatever their hashes are
-_MARGIN = 1.2  # times as many candidates as there are places, in an input of known size
+_CANDIDATES = 1.2 * layout.MAX_RECORDED  # in an input of known size
 _ALL = 2**64
 _WAITS = ("asyncio.locks", "asyncio.queues")
 
@@ -85,47 +86,42 @@ def read_recorded(path: Path) -> RecordedDocument | None:
     return RecordedDocument(**fields)
 
 
-class Stepped:
-    """Runs a coroutine, and sees what it waits for.
+@types.coroutine
+def stepped(
+    coroutine: Any, watch: EffectWatch, each: AbstractContextManager[object]
+) -> Generator[object, None, Any]:
+    """Runs a coroutine, each step in the context ``each``, and sees what it waits for.
 
     A rollout that waits for other documents is not replayed: alone, it would wait for ever, and
     leave in the user's lists what other documents wait for.
     """
+    step = partial(coroutine.send, None)
+    while True:
+        try:
+            with each:
+                awaited = step()
+        except StopIteration as end:
+            return end.value
+        if type(awaited) is asyncio.Future and _is_foreign(coroutine, awaited):
+            watch.effect = watch.effect or "wait for other documents"
+        try:
+            yield awaited
+            step = partial(coroutine.send, None)
+        except BaseException as error:
+            step = partial(coroutine.throw, error)
 
-    def __init__(self, coroutine: Any, watch: EffectWatch) -> None:
-        self._coroutine = coroutine
-        self._watch = watch
 
-    def __await__(self) -> Generator[object, None, Any]:
-        step = partial(self._coroutine.send, None)
-        while True:
-            try:
-                awaited = self._take(step)
-            except StopIteration as end:
-                return end.value
-            if type(awaited) is asyncio.Future and self._is_foreign(awaited):
-                self._watch.effect = self._watch.effect or "wait for other documents"
-            try:
-                yield awaited
-                step = partial(self._coroutine.send, None)
-            except BaseException as error:
-                step = partial(self._coroutine.throw, error)
-
-    def _take(self, step: Callable[[], object]) -> object:
-        return step()
-
-    def _is_foreign(self, future: asyncio.Future[object]) -> bool:
-        coroutine = self._coroutine
-        caller = coroutine
-        while hasattr(coroutine, "cr_await"):
-            innermost = coroutine
-            if coroutine.cr_frame.f_globals.get("__name__") not in _WAITS:
-                caller = coroutine
-            coroutine = coroutine.cr_await
-        # A call in a thread has a callback that passes its result on.
-        is_awaited = caller is not innermost or "_chain_" not in str(future._callbacks)
-        is_lock = innermost.cr_code.co_name == "acquire"
-        return is_awaited and not is_lock and is_of_user(caller.cr_code.co_filename)
+def _is_foreign(coroutine: Any, future: asyncio.Future[object]) -> bool:
+    caller = coroutine
+    while hasattr(coroutine, "cr_await"):
+        innermost = coroutine
+        if coroutine.cr_frame.f_globals.get("__name__") not in _WAITS:
+            caller = coroutine
+        coroutine = coroutine.cr_await
+    # A call in a thread has a callback that passes its result on.
+    is_awaited = caller is not innermost or "_chain_" not in str(future._callbacks)
+    is_lock = innermost.cr_code.co_name == "acquire"
+    return is_awaited and not is_lock and is_of_user(caller.cr_code.co_filename)
 
 
 class RecordingAnswers(DocumentAnswers):
@@ -133,9 +129,11 @@ class RecordingAnswers(DocumentAnswers):
 
     Attributes:
         sent: payloads as JSON.
+        each_step: context of each step of the rollout.
     """
 
     is_asked = True
+    each_step: AbstractContextManager[object] = nullcontext()
 
     def __init__(
         self,
@@ -155,7 +153,7 @@ class RecordingAnswers(DocumentAnswers):
         }
 
     def observed(self, work: Coroutine[object, None, T]) -> Awaitable[T]:
-        return Stepped(work, self._watch)
+        return stepped(work, self._watch, self.each_step)
 
     async def saved(self, key: AnswerKey) -> CachedAnswer | None:
         # Before any await: the rollout may change its payload. Secrets are hidden when it is
@@ -201,7 +199,7 @@ class RecordedDocuments:
         self.folder = root / layout.RECORDED
         self.finished: list[RecordedDocument] = []
         self._rank = rank
-        self._share = share
+        self._candidates = _CANDIDATES * share
         self.is_stopped = bool(self.void)
         self.waits = EffectWatch()
         self._limit = _ALL  # documents with smaller hashes are recorded
@@ -210,13 +208,9 @@ class RecordedDocuments:
 
     def names(self) -> list[str]:
         """Returns the files, the smallest hash first; none if the recording has ended."""
-        try:
-            names = os.listdir(self.folder)  # noqa: PTH208 (speed)
-        except (FileNotFoundError, NotADirectoryError):
+        if (self.folder / layout.VOID).exists():
             return []
-        if layout.VOID in names:
-            return []
-        return sorted(name for name in names if len(name) == 21 and name.endswith(".json"))
+        return sorted(path.name for path in self.folder.glob(f"{'?' * 16}.json"))
 
     @property
     def void(self) -> str:
@@ -260,8 +254,7 @@ class RecordedDocuments:
                     )
                     if slot.ordinal >= _FIRST:
                         expected = max(rank.observer.expected_documents(), slot.ordinal + 1)
-                        candidates = _MARGIN * layout.MAX_RECORDED * self._share
-                        self._limit = int(candidates / expected * _ALL)
+                        self._limit = int(self._candidates / expected * _ALL)
                     return RecordingAnswers(rank, slot, document, rollouts, self.waits)
         return DocumentAnswers(rank, slot, source.id, rollouts)
 
@@ -290,7 +283,7 @@ class RecordedDocuments:
         size = 0
         for number, name in enumerate(names):
             with suppress(FileNotFoundError):  # removed by another rank
-                size += os.stat(f"{self.folder}/{name}").st_size  # noqa: PTH116 (speed)
+                size += (self.folder / name).stat().st_size
             if number >= layout.MAX_RECORDED or size > _MAX_ALL_BYTES:
                 self._end = min(self._end, name)
                 self.remove([name])

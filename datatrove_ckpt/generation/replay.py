@@ -27,10 +27,11 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, cast
@@ -57,7 +58,6 @@ from datatrove_ckpt.generation.recorded_documents import (
     RecordedDocument,
     RecordedDocuments,
     RecordingAnswers,
-    Stepped,
     process_names,
 )
 from datatrove_ckpt.generation.requests import RankContext
@@ -71,7 +71,7 @@ from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.event_loop import in_own_thread
 from datatrove_ckpt.process.host_loop import host_loop
 from datatrove_ckpt.process.preemption import Preemption
-from datatrove_ckpt.process.shutdown import Shutdown
+from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.rollouts import Rollout
 
 SECONDS = 1.0  # of a check at a start, and of the replay of a document that is recorded
@@ -175,13 +175,14 @@ class ReplayedAnswers(RecordingAnswers):
     """A recorded document's answers.
 
     Attributes:
-        ended: set when the rollout has ended, or sent a request that the record lacks. This request
-            waits: a rollout may swallow an error.
+        unknown: done once the rollout has sent a request that the record lacks. This request waits:
+            a rollout may swallow an error.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.ended = asyncio.Event()
+        self.random = self.each_step = _OwnRandom(self.document.draws)
+        self.unknown = asyncio.get_running_loop().create_future()
 
     async def cached(self) -> dict[AnswerKey, CachedAnswer]:
         return self.known
@@ -189,35 +190,33 @@ class ReplayedAnswers(RecordingAnswers):
     async def saved(self, key: AnswerKey) -> CachedAnswer | None:
         answer = await super().saved(key)
         if answer is None:
-            self.ended.set()
-            await asyncio.get_running_loop().create_future()  # until it is cancelled
+            self.unknown.cancel()
+            await wait_until_cancelled()
         await asyncio.sleep(0)
         return answer
 
 
-class _Drawing(Stepped):
-    """Runs a coroutine with its own state of ``random``, from which other documents draw.
+class _OwnRandom:
+    """The state of ``random`` of a replay, from which other documents draw.
 
     Attributes:
-        seconds: for which it has kept the event loop.
+        seconds: for which the replay has kept the event loop.
     """
 
     seconds = 0.0
 
-    def __init__(self, coroutine: object, watch: EffectWatch, draws: list[int]) -> None:
-        super().__init__(coroutine, watch)
-        self._state: tuple[object, ...] = (random.getstate()[0], tuple(draws), None)
+    def __init__(self, draws: list[int]) -> None:
+        self._state: tuple[object, ...] = (random.Random.VERSION, tuple(draws), None)
 
-    def _take(self, step: Callable[[], object]) -> object:
-        started = time.monotonic()
-        outer = random.getstate()
+    def __enter__(self) -> None:
+        self._started = time.monotonic()
+        self._outer = random.getstate()
         random.setstate(self._state)
-        try:
-            return super()._take(step)
-        finally:
-            self._state = random.getstate()
-            random.setstate(outer)
-            self.seconds += time.monotonic() - started
+
+    def __exit__(self, *error: object) -> None:
+        self._state = random.getstate()
+        random.setstate(self._outer)
+        self.seconds += time.monotonic() - self._started
 
 
 @dataclass
@@ -249,6 +248,13 @@ class Verdict:
         if self.real:
             number = plural(len(self.differences) + self.same, "recorded document")
             return f"{self.real[0]} ({len(self.real)} of {number})"
+        if self.undecided:
+            return f"nothing is decided, because {self.undecided}"
+        if self.differences:
+            return (
+                "requests or results differ, but only in what differs at each start (times, ids, "
+                f"addresses): {self.differences[0]}"
+            )
         verb = "gets" if self.same == 1 else "get"
         return f"{plural(self.same, 'recorded document')} {verb} the same requests and results"
 
@@ -299,20 +305,19 @@ class Replays:
         )
         runs = DocumentRollouts(requests, self.rollout_fn, self._results, watch)
         finished = runs.finished(cast(SourceDocument, source), slot, answers)
-        drawing = _Drawing(finished, watch, document.draws)
         deadline = time.monotonic() + seconds
-        task = asyncio.create_task(_outcome(drawing, answers.ended))
+        task = asyncio.create_task(_outcome(answers.observed(finished)))
         try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await answers.ended.wait()
+            ended, _ = await asyncio.wait(
+                [task, answers.unknown], timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+            )
             _raise_if_seen(*watches)
             # A loop's clock may be coarser than this clock, and a rollout may block the loop.
-            if not answers.ended.is_set() or time.monotonic() > deadline:
+            if not ended or time.monotonic() > deadline:
                 raise TimeoutError("it takes longer than a replay may")
             return _difference(answers, task.result() if task.done() else None)
         finally:
-            self._spent += drawing.seconds
+            self._spent += answers.random.seconds
             requests.has_ended = True
             watch.has_ended = True
             task.cancel()
@@ -348,56 +353,44 @@ class Replays:
         recorded = self.recorded
         if recorded.is_stopped or not recorded.names():
             return
-        why = shown = ""
+        shown = ""
         try:
             verdict = await self.check()
             if self.step.accept_changes:
                 shown = f"accepted: {verdict}"
-                why = await self._accept(verdict)
+                await self._accept(verdict)
             elif verdict.real:
-                why = await self._refuse(verdict)
-            elif verdict.undecided:
-                logger.warning(
-                    "The replay check of recorded documents decides nothing for this start, "
-                    f"because {verdict.undecided}: only the text of the code is compared."
-                )
-            elif verdict.differences:
-                logger.warning(
-                    "The rollout sends other requests than before, but only in what differs at "
-                    f"each start (times, ids, addresses): {verdict.differences[0]}"
-                )
+                await self._refuse(verdict)
+            elif verdict.undecided or verdict.differences:
+                logger.warning(f"replay check: {verdict}. The text of the code is compared, too.")
         except NotReplayable as error:
-            why = str(error)
-        if why:
-            await in_own_thread(recorded.end, why)
-            shown = shown or f"ended: {why}"
+            await in_own_thread(recorded.end, str(error))
+            shown = shown or f"ended: {error}"
         if shown:
             checkpoint.note(ReplayResult(what=shown))
 
-    async def _refuse(self, verdict: Verdict) -> str:
-        """Returns why no start may replay documents, if unedited code has made the differences.
-
-        Raises:
-            CheckpointMismatch: otherwise.
+    async def _refuse(self, verdict: Verdict) -> None:
+        """Raises NotReplayable if unedited code has made the differences, CheckpointMismatch
+        otherwise.
         """
-        root = self.recorded.folder.parent
-        repeats = await in_own_thread(repeats_itself, self.step, root)
+        repeats = await in_own_thread(repeats_itself, self.step, self.recorded.folder.parent)
         is_real = any(difference.kind == "real" for difference in verdict.real)
         if repeats or (repeats is None and is_real):
             raise mismatch(verdict)
-        return f"it sends other requests in each process ({verdict.real[0]})"
+        raise NotReplayable(f"it sends other requests in each process ({verdict.real[0]})")
 
-    async def _accept(self, verdict: Verdict) -> str:
-        """Returns as ``_refuse`` does. Without the flag, the next start would refuse what there was
-        no time for; and the rollout may depend on its process.
+    async def _accept(self, verdict: Verdict) -> None:
+        """Raises NotReplayable unless all is the same. Without the flag, the next start would
+        refuse what there was no time for; and the rollout may depend on its process.
         """
-        for difference in verdict.real[:1]:
-            root = self.recorded.folder.parent
-            old, new = difference.excerpts
-            await in_own_thread(record_change, root, difference.path, old, new)
         if verdict.undecided:
-            return f"{verdict.undecided}, and accept_changes is set"
-        return "its differences are accepted" if verdict.real else ""
+            raise NotReplayable(f"{verdict.undecided}, and accept_changes is set")
+        if verdict.real:
+            found = verdict.real[0]
+            root = self.recorded.folder.parent
+            old, new = found.excerpts
+            await in_own_thread(record_change, root, found.path, old, new)
+            raise NotReplayable("its differences are accepted")
 
     # while documents run -------------------------------------------------------------------------
 
@@ -449,29 +442,23 @@ def mismatch(verdict: Verdict) -> CheckpointMismatch:
 # differences --------------------------------------------------------------------------------------
 
 
-async def _outcome(
-    finished: Awaitable[FinishedDocument], ended: asyncio.Event
-) -> bytes | BaseException:
+async def _outcome(finished: Awaitable[FinishedDocument]) -> bytes | str:
+    """Returns the document, or the rollout's error."""
     try:
         return (await finished).document
     except (Exception, asyncio.CancelledError) as error:
-        return error
-    finally:
-        ended.set()
+        return f"{type(error).__name__}: {safe_text(error)}"
 
 
-def _difference(
-    answers: ReplayedAnswers, outcome: bytes | BaseException | None
-) -> Difference | None:
+def _difference(answers: ReplayedAnswers, outcome: bytes | str | None) -> Difference | None:
     document = answers.document
     unused = [
         payload for key, payload, _ in document.requests if AnswerKey(*key) not in answers.sent
     ]
     unknown = [json.loads(sent) for key, sent in answers.sent.items() if key not in answers.known]
-    if isinstance(outcome, BaseException) and not unknown:
-        text = f"{type(outcome).__name__}: {safe_text(outcome)}"
-        return compared(document, "error", None, text)
-    if unused or unknown or not isinstance(outcome, bytes):
+    if isinstance(outcome, str) and not unknown:
+        return compared(document, "error", None, outcome)
+    if unused or unknown or outcome is None:
         old, new = (masked("payload", next(iter(side), None)) for side in (unused, unknown))
         return compared(document, "", old, new)
     if outcome == document.result.encode():
@@ -479,52 +466,49 @@ def _difference(
     return compared(document, "result", json.loads(document.result), json.loads(outcome))
 
 
-def _found(document: RecordedDocument, path: str, old: object, new: object) -> Difference:
-    kind: Literal["real", "order", "changing"] = "real"
-    texts = (_json(old), _json(new))
-    before = _words(texts[0], document.process)
-    after = _words(texts[1], process_names())
+def compared(document: RecordedDocument, path: str, old: object, new: object) -> Difference:
+    differences = [
+        Difference(
+            document,
+            place.lstrip(".") or "request",
+            _json(before),
+            _json(after),
+            _kind(document, before, after),
+        )
+        for place, before, after in [*_differing(path, old, new)] or [("what is hidden", "", "")]
+    ]
+    return max(differences, key=attrgetter("kind"))  # by their letters
+
+
+def _differing(path: str, old: object, new: object) -> Iterator[tuple[str, object, object]]:
+    """Yields the parts of two JSON values that differ, each after its path."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in old | new:
+            yield from _differing(f"{path}.{name}", old.get(name), new.get(name))
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for index, pair in enumerate(zip(old, new, strict=True)):
+            yield from _differing(f"{path}[{index}]", *pair)
+    elif _json(old) != _json(new):
+        yield path, old, new
+
+
+def _kind(
+    document: RecordedDocument, old: object, new: object
+) -> Literal["real", "order", "changing"]:
+    before = _words(_json(old), document.process)
+    after = _words(_json(new), process_names())
     is_close = (
         isinstance(old, float) and isinstance(new, float) and math.isclose(old, new, rel_tol=1e-5)
     )
     if before == after or is_close:  # as close as numbers that another processor computes
-        kind = "changing"
-    elif sorted(before) == sorted(after):
-        kind = "order"
-    return Difference(document, path.lstrip(".") or "request", *texts, kind)
+        return "changing"
+    return "order" if sorted(before) == sorted(after) else "real"
 
 
 def _words(text: str, process: list[str]) -> list[str]:
     for name in filter(None, process):
         text = re.sub(rf"\b{re.escape(name)}\b", "#", text)
     return re.findall(r"\w+|[^\w\s]", _CHANGING.sub("#", text))
-
-
-def compared(document: RecordedDocument, path: str, old: object, new: object) -> Difference:
-    before = _leaves(path, old)
-    after = _leaves(path, new)
-    differing = [
-        place for place in before | after if _json(before.get(place)) != _json(after.get(place))
-    ]
-    differences = [
-        _found(document, place, before.get(place), after.get(place))
-        for place in differing or ["what is hidden"]
-    ]
-    order = ("real", "order", "changing")
-    return min(differences, key=lambda difference: order.index(difference.kind))
-
-
-def _leaves(path: str, value: object) -> dict[str, object]:
-    """Returns the texts, numbers and empty parts of a JSON value, by path."""
-    parts = {}
-    if isinstance(value, dict):
-        parts = {f"{path}.{name}": part for name, part in value.items()}
-    elif isinstance(value, list):
-        parts = {f"{path}[{index}]": part for index, part in enumerate(value)}
-    leaves: dict[str, object] = {} if parts else {path: value}
-    for place, part in parts.items():
-        leaves |= _leaves(place, part)
-    return leaves
 
 
 # other processes, and commands --------------------------------------------------------------------

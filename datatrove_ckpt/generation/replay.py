@@ -28,13 +28,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, cast
 
 import dill  # type: ignore[import-untyped]
 from loguru import logger
@@ -123,18 +123,32 @@ def why_not_replayed(step: RunnerSettings) -> str:
     return ""
 
 
-class Difference(NamedTuple):
-    """The first difference of a replay.
-
-    Attributes:
-        kind: "changing": only what differs at each start; "order": only the order of words.
-    """
+@dataclass
+class Difference:
+    """A part of a request or result of a replay that differs."""
 
     document: RecordedDocument
     path: str
-    old: str
-    new: str
-    kind: Literal["real", "order", "changing"]
+    old: object
+    new: object
+
+    @property
+    def kind(self) -> str:
+        """Is "changing" if it differs at each start, "order" if only the order of words differs,
+        or "real".
+        """
+        old = self.old
+        new = self.new
+        before = _words(old, self.document.process)
+        after = _words(new, process_names())
+        is_close = (
+            isinstance(old, float)
+            and isinstance(new, float)
+            and math.isclose(old, new, rel_tol=1e-5)  # numbers that another processor computes
+        )
+        if before == after or is_close:
+            return "changing"
+        return "order" if sorted(before) == sorted(after) else "real"
 
     @property
     def new_words(self) -> list[str]:
@@ -144,7 +158,7 @@ class Difference(NamedTuple):
 
     @property
     def excerpts(self) -> list[str]:
-        texts = [redact(self.old), redact(self.new)]
+        texts = [redact(_text(self.old)), redact(_text(self.new))]
         same = len(os.path.commonprefix(texts))  # noqa: RUF071 (of characters)
         start = max(0, same - _EXCERPT // 3)
         dots = "..." if start else ""
@@ -155,7 +169,14 @@ class Difference(NamedTuple):
         return f"document {redact(self.document.id)!r}: {self.path}: {old!r} -> {new!r}"
 
 
-def _json(value: object) -> str:
+def _words(value: object, process: list[str]) -> list[str]:
+    text = _text(value)
+    for name in filter(None, process):
+        text = re.sub(rf"\b{re.escape(name)}\b", "#", text)
+    return re.findall(r"\w+|[^\w\s]", _CHANGING.sub("#", text))
+
+
+def _text(value: object) -> str:
     if isinstance(value, str):
         return value
     return json.dumps(value, ensure_ascii=False)
@@ -244,6 +265,10 @@ class Verdict:
     def real(self) -> list[Difference]:
         return [difference for difference in self.differences if difference.kind != "changing"]
 
+    @property
+    def is_same(self) -> bool:
+        return not (self.differences or self.undecided)
+
     def __str__(self) -> str:
         if self.real:
             number = plural(len(self.differences) + self.same, "recorded document")
@@ -314,10 +339,13 @@ class Replays:
             _raise_if_seen(*watches)
             # A loop's clock may be coarser than this clock, and a rollout may block the loop.
             if not ended or time.monotonic() > deadline:
+                self._spent += seconds
                 raise TimeoutError("it takes longer than a replay may")
             return _difference(answers, task.result() if task.done() else None)
         finally:
             self._spent += answers.random.seconds
+            # No start has time for more.
+            self.recorded.is_stopped |= self._spent > _RECORDING_SECONDS
             requests.has_ended = True
             watch.has_ended = True
             task.cancel()
@@ -353,44 +381,30 @@ class Replays:
         recorded = self.recorded
         if recorded.is_stopped or not recorded.names():
             return
+        root = recorded.folder.parent
         shown = ""
         try:
             verdict = await self.check()
             if self.step.accept_changes:
                 shown = f"accepted: {verdict}"
-                await self._accept(verdict)
+                for difference in verdict.real[:1]:
+                    old, new = difference.excerpts
+                    await in_own_thread(record_change, root, difference.path, old, new)
+                if verdict.real or verdict.undecided:
+                    # Without the flag, the next start would refuse what there was no time for; and
+                    # the rollout may depend on its process.
+                    raise NotReplayable(f"accept_changes is set ({verdict})")
             elif verdict.real:
-                await self._refuse(verdict)
-            elif verdict.undecided or verdict.differences:
+                if await in_own_thread(repeats_itself, self.step, root):
+                    raise mismatch(verdict)
+                raise NotReplayable(f"it sends other requests in each process ({verdict})")
+            elif not verdict.is_same:
                 logger.warning(f"replay check: {verdict}. The text of the code is compared, too.")
         except NotReplayable as error:
             await in_own_thread(recorded.end, str(error))
             shown = shown or f"ended: {error}"
         if shown:
             checkpoint.note(ReplayResult(what=shown))
-
-    async def _refuse(self, verdict: Verdict) -> None:
-        """Raises NotReplayable if unedited code has made the differences, CheckpointMismatch
-        otherwise.
-        """
-        repeats = await in_own_thread(repeats_itself, self.step, self.recorded.folder.parent)
-        is_real = any(difference.kind == "real" for difference in verdict.real)
-        if repeats or (repeats is None and is_real):
-            raise mismatch(verdict)
-        raise NotReplayable(f"it sends other requests in each process ({verdict.real[0]})")
-
-    async def _accept(self, verdict: Verdict) -> None:
-        """Raises NotReplayable unless all is the same. Without the flag, the next start would
-        refuse what there was no time for; and the rollout may depend on its process.
-        """
-        if verdict.undecided:
-            raise NotReplayable(f"{verdict.undecided}, and accept_changes is set")
-        if verdict.real:
-            found = verdict.real[0]
-            root = self.recorded.folder.parent
-            old, new = found.excerpts
-            await in_own_thread(record_change, root, found.path, old, new)
-            raise NotReplayable("its differences are accepted")
 
     # while documents run -------------------------------------------------------------------------
 
@@ -406,8 +420,13 @@ class Replays:
             kept = []
             try:
                 for document in recorded.taken():
-                    if not recorded.is_stopped and await self._repeats(document):
-                        kept.append(document)
+                    with suppress(TimeoutError):
+                        if not recorded.is_stopped:
+                            difference = await self.replay(document, SECONDS)
+                            if difference is not None:
+                                why = f"it does not repeat itself for equal answers ({difference})"
+                                raise NotReplayable(why)
+                            kept.append(document)
                 if kept:
                     await in_own_thread(recorded.put, kept)
             except NotReplayable as error:
@@ -415,18 +434,6 @@ class Replays:
             except Exception as error:  # a full disk, or a defect of this check
                 logger.warning(f"replay check: no more documents are recorded: {error!r}")
                 recorded.is_stopped = True
-
-    async def _repeats(self, document: RecordedDocument) -> bool:
-        try:
-            difference = await self.replay(document, SECONDS)
-        except TimeoutError:
-            self._spent += SECONDS
-            return False
-        finally:  # no start has time for more
-            self.recorded.is_stopped |= self._spent > _RECORDING_SECONDS
-        if difference is not None:
-            raise NotReplayable(f"it does not repeat itself for equal answers ({difference})")
-        return True
 
 
 def mismatch(verdict: Verdict) -> CheckpointMismatch:
@@ -467,17 +474,12 @@ def _difference(answers: ReplayedAnswers, outcome: bytes | str | None) -> Differ
 
 
 def compared(document: RecordedDocument, path: str, old: object, new: object) -> Difference:
+    parts = [*_differing(path, old, new)] or [("what is hidden", "", "")]
     differences = [
-        Difference(
-            document,
-            place.lstrip(".") or "request",
-            _json(before),
-            _json(after),
-            _kind(document, before, after),
-        )
-        for place, before, after in [*_differing(path, old, new)] or [("what is hidden", "", "")]
+        Difference(document, place.lstrip(".") or "request", before, after)
+        for place, before, after in parts
     ]
-    return max(differences, key=attrgetter("kind"))  # by their letters
+    return max(differences, key=attrgetter("kind"))  # "real" comes last
 
 
 def _differing(path: str, old: object, new: object) -> Iterator[tuple[str, object, object]]:
@@ -488,27 +490,8 @@ def _differing(path: str, old: object, new: object) -> Iterator[tuple[str, objec
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for index, pair in enumerate(zip(old, new, strict=True)):
             yield from _differing(f"{path}[{index}]", *pair)
-    elif _json(old) != _json(new):
+    elif _text(old) != _text(new):
         yield path, old, new
-
-
-def _kind(
-    document: RecordedDocument, old: object, new: object
-) -> Literal["real", "order", "changing"]:
-    before = _words(_json(old), document.process)
-    after = _words(_json(new), process_names())
-    is_close = (
-        isinstance(old, float) and isinstance(new, float) and math.isclose(old, new, rel_tol=1e-5)
-    )
-    if before == after or is_close:  # as close as numbers that another processor computes
-        return "changing"
-    return "order" if sorted(before) == sorted(after) else "real"
-
-
-def _words(text: str, process: list[str]) -> list[str]:
-    for name in filter(None, process):
-        text = re.sub(rf"\b{re.escape(name)}\b", "#", text)
-    return re.findall(r"\w+|[^\w\s]", _CHANGING.sub("#", text))
 
 
 # other processes, and commands --------------------------------------------------------------------
@@ -538,15 +521,15 @@ def evidence(step: RunnerSettings, root: Path, changes: Sequence[SettingChange])
     verdict = replay_all(step, root)
     if verdict.real:
         return f"The changed code gives finished documents other requests or results: {verdict}\n"
-    if verdict.differences or verdict.undecided or not verdict.same:
+    if not (verdict.is_same and verdict.same):
         return ""
     places = [change.note.partition(": ")[0] for change in changes if change.note]
     changed = ", ".join([*dict.fromkeys(places)][:3]) or "The code"
     return f"{changed} changed; {verdict}. If that is all, set accept_changes.\n"
 
 
-def repeats_itself(step: RunnerSettings, root: Path) -> bool | None:
-    """Returns whether three new processes find the same differences; None if there can be none.
+def repeats_itself(step: RunnerSettings, root: Path) -> bool:
+    """Returns whether three new processes find the same differences, or there can be none.
 
     They differ in hash seed, time and process id; a set of few words has the same order in two of
     them by chance. None is compared with this process, which may have more than a pickle holds.
@@ -556,7 +539,7 @@ def repeats_itself(step: RunnerSettings, root: Path) -> bool | None:
         return len({*in_threads(_differences_elsewhere, [data] * 3)}) == 1
     except Exception as error:  # of any object that the step holds, or of a process
         logger.debug(f"replay check: no new process can repeat it: {error!r}")
-        return None
+        return True
 
 
 def _differences_elsewhere(data: bytes) -> bytes:

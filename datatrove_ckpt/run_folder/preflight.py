@@ -118,11 +118,8 @@ def _replay(plan: RunPlan) -> Iterator[Finding]:
         if verdict.real and not step.accept_changes:
             error = mismatch(verdict)
             yield Finding("problem", "replay check", str(error), error=error)
-        elif verdict.undecided:
-            text = f"nothing is decided: {verdict.undecided}."
-            yield Finding("warning", "replay check", text)
         else:
-            state = "warning" if verdict.differences else "ok"
+            state = "ok" if verdict.is_same else "warning"
             yield Finding(state, "replay check", f"{verdict}.")
 
 

@@ -49,6 +49,7 @@ from datatrove_ckpt.errors import (
     CheckpointMismatch,
     CkptError,
     ConfigError,
+    StorageFailed,
     TooManyDeadLetters,
     written_in,
 )
@@ -67,7 +68,7 @@ _LOCK = "steps.lock"
 _RUN_LOCK = "run.lock"
 """Held by a run of all tasks, until its end."""
 _REDO = "redo.json"
-"""File in the run folder that names the steps of a redo while it is under way."""
+"""File in the run folder with the steps of a redo, and their new names, while it is under way."""
 _RUNS = "it is not finished"
 _FIRST = 20  # documents whose columns stand for those of all
 _OF_TYPE = {"string": "", "integer": 1, "number": 0.5, "boolean": True}
@@ -298,26 +299,38 @@ def _read_input(settings: Node, label: str, above: Mapping[str, Step]) -> Query 
 
 
 def redo_steps(steps: Sequence[Step], names: Sequence[str]) -> None:
-    """Moves steps, and those that depend on them, aside. Until all steps have run, the redo is
-    under way: given again, it moves nothing that has begun anew.
+    """Moves steps, and those that depend on them, aside. A record has their new names, and comes
+    first, so any start after a crash makes the moves that are left. Until all steps have run, the
+    redo is under way: given again, it moves nothing that has begun anew.
 
     Raises:
         ConfigError: there is no such step, or its checkpoints are also elsewhere.
         CheckpointLocked: a process works on a step.
+        StorageFailed: the record is damaged.
     """
     known = [step.name for step in steps]
     for name in names:
         if name not in known:
             raise ConfigError(f"--redo: {name} is no step{did_you_mean(name, known)}")
-    record = steps[0].folder.with_name(_REDO)
-    if record.exists() and {*names} <= {*orjson.loads(record.read_bytes())}:
+    root = steps[0].folder.parent
+    record = root / _REDO
+    earlier = dict[str, str]()
+    if record.exists():
+        try:
+            earlier = dict(orjson.loads(record.read_bytes()))
+        except (TypeError, ValueError):
+            raise StorageFailed(
+                f"{record} is damaged: it names the steps of a redo that is under way. Remove it, "
+                "and run again; steps that have not begun anew need --redo again."
+            ) from None
+        _move(root, earlier)
+    if {*names} <= earlier.keys():
         return
-    again: list[Step] = []
+    moves = dict[str, str]()
     with ExitStack() as stack:
         for step in steps:
-            if step.name not in names and not any(source in again for source in step.sources):
+            if step.name not in names and not any(other.name in moves for other in step.sources):
                 continue
-            again.append(step)
             if step.settings.get("checkpoints_remote_dir"):
                 raise ConfigError(
                     f"{step.label}: checkpoints_remote_dir: --redo does not move a mirror. Give "
@@ -327,12 +340,19 @@ def redo_steps(steps: Sequence[Step], names: Sequence[str]) -> None:
                 raise CheckpointLocked(f"A process works on {step.folder}. Stop it, and run again.")
             for rank in layout.rank_folders(step.folder / "checkpoints"):
                 stack.callback(Lock(rank / layout.LOCK).release)
-        for step in reversed(again):  # no step is ever beside newer input
+            moves[step.name] = ""
             if step.folder.exists():
-                files.disk.rename(step.folder, files.free_name(step.folder, "."))
-                files.disk.sync_dir(step.folder.parent)
-        if again:  # now, as after a crash the same command moves the rest
-            files.disk.replace(record, orjson.dumps(names))
+                moves[step.name] = files.free_name(step.folder, ".").name
+        files.disk.replace(record, orjson.dumps(earlier | moves))
+        _move(root, moves)
+
+
+def _move(root: Path, moves: Mapping[str, str]) -> None:
+    for name, target in moves.items():
+        folder = root / name
+        if folder.exists() and not Path(root, target).exists():  # else an earlier start moved it
+            files.disk.rename(folder, root / target)
+            files.disk.sync_dir(root)
 
 
 def runs(

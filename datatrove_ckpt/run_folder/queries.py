@@ -151,7 +151,7 @@ def kept_rows(folder: Path) -> KeptRows | None:
     try:
         kept = KeptRows(folder, **orjson.loads(record.read_bytes()))
         rows = sum(pq.read_metadata(path).num_rows for path in kept.paths)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise StorageFailed(f"{folder} is damaged. Remove it, and run again: {error}") from None
     if rows != kept.rows or not kept.paths:
         return None

@@ -71,7 +71,7 @@ class StepFolder:
 
 def step_folders(root: Path) -> dict[str, StepFolder]:
     names: list[str] = []
-    with suppress(OSError):  # the command reports it later
+    with suppress(OSError, ValueError):  # the command reports it later; a run writes it anew
         names = orjson.loads((root / STEPS).read_bytes())
     return {name: StepFolder(root / name) for name in names}
 

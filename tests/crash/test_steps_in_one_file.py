@@ -10,12 +10,22 @@ import pytest
 
 import datatrove_ckpt
 from datatrove_ckpt.checkpoint import open_checkpoint
+from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.testing import FakeServer
-from tests.crashes import EFFECTS, CopyingDisk, assert_same_output_after_crash, path_of
+from tests.crashes import (
+    EFFECTS,
+    CopyingDisk,
+    assert_same_output_after_crash,
+    disk_in_place,
+    path_of,
+)
+from tests.jobs import Budget
 from tests.steps import STEPS, reply
 from tests.yaml_jobs import write_rows
 
 ROWS = [{"id": f"id {n}", "text": f"text {n}", "topic": f"topic {n % 2}"} for n in range(6)]
+
+SETTINGS = {"max_concurrent_generations": 1, "records_per_chunk": 3}
 
 pytestmark = pytest.mark.usefixtures("code_described_once")
 
@@ -44,10 +54,9 @@ def attempt(ram, monkeypatch):
                 run_folder="qa",
                 model="m",
                 endpoint=server.url,
-                max_concurrent_generations=1,
-                records_per_chunk=3,
                 steps=STEPS,
                 redo=redo,
+                **SETTINGS,
             )
             for name, output in outputs.items():
                 for path in output.glob("*.parquet"):
@@ -121,3 +130,60 @@ def test_redo_ends_with_the_same_rows_after_a_crash_at_each_effect(
     )
     print(report)
     assert {f"rename {name}.1" for name in STEPS} <= {*report.points}
+
+
+class DiskOfRedo(CopyingDisk):
+    """Keeps copies before the moves of a redo, and before the effects on its record."""
+
+    def before(self, name, args, label):
+        path = path_of(args)
+        if path.parent.name == "qa" and "steps.json" not in path.name:
+            super().before(name, args, label)
+
+
+async def ask_twice(document, generate):
+    for text in ("First", "Then"):
+        await generate({"messages": [{"role": "user", "content": f"{text}: {document.text}"}]})
+    return "good"
+
+
+@pytest.mark.slow
+def test_a_redo_killed_at_each_move_and_again_later_pays_no_half_document_twice(job, monkeypatch):
+    monkeypatch.chdir(job)
+    steps = {
+        "texts": {"sql": "select id, text from read_json('docs.jsonl')"},
+        "answers": {"input": "texts", "rollout": ask_twice},
+    }
+
+    def run(redo=()):
+        datatrove_ckpt.run(
+            run_folder="qa",
+            model="m",
+            endpoint=server.url,
+            steps=steps,
+            redo=redo,
+            replay_check=False,
+            **SETTINGS,
+        )
+
+    with FakeServer() as server:
+        write_rows("docs.jsonl", ROWS[:1])
+        run()
+        write_rows("docs.jsonl", [{**ROWS[0], "text": "other"}])
+        server._status = Budget(0)
+        disk = DiskOfRedo(job, counted=("rename",))
+        with disk_in_place(disk), pytest.raises(CkptError):
+            run(["texts"])
+        assert {"rename redo.json", "rename answers.1", "rename texts.1"} == {*disk.points}
+        for _, crash in disk.left():
+            monkeypatch.chdir(job)  # which is another folder each time
+            server.asked.clear()
+            server._status = Budget(1)
+            has_begun = Path("qa/redo.json").exists() or Path("qa/answers.1").exists()
+            with pytest.raises(CkptError):
+                run(() if has_begun else ["texts"])
+            server._status = Budget(9)
+            run(["texts"])
+            assert server.asked == {"First: other": 1, "Then: other": 2}, crash
+            assert not Path("qa/answers.2").exists(), crash
+            assert not Path("qa/redo.json").exists()

@@ -405,6 +405,18 @@ def test_a_redo_that_cannot_continue_is_given_anew(finished, command):
     assert len(table("answers")) == len(table("judged")) == 13
 
 
+@pytest.mark.parametrize("record", ["", "3", '["answers"]'])
+def test_a_damaged_record_of_a_redo_is_one_message(finished, command, record):
+    Path("qa/redo.json").write_text(record)
+    for redo in ([], ["--redo", "answers"]):
+        error = command("run", "job.yaml", *redo, code=1).error
+        assert error.startswith("error: qa/redo.json is damaged")
+        assert "Remove it, and run again" in error
+    Path("qa/redo.json").unlink()
+    command("run", "job.yaml")
+    assert not finished.asked
+
+
 def test_the_printed_long_form_of_a_redone_step_takes_the_old_answers(finished, command):
     write_rows("docs.jsonl", [*ROWS, {"id": "id 90", "text": "text 90", "topic": "topic 1"}])
     finished._status = rejects(["Answer: text 90"], 401)
@@ -616,16 +628,31 @@ def test_status_names_what_waits_and_what_is_stale(server, command):
     assert [step["exit_code"] for step in found.values()] == [0, 0, 1, 0, 0]
 
 
-@pytest.mark.parametrize("file", ["best/output/.made_from.json", "topics/input/rows_00000.parquet"])
-def test_rows_that_are_damaged_are_one_message(finished, command, file):
+@pytest.mark.parametrize(
+    "file, size",
+    [
+        ("best/output/.made_from.json", -9),
+        ("best/output/.made_from.json", 0),
+        ("topics/input/rows_00000.parquet", -9),
+    ],
+)
+def test_rows_that_are_damaged_are_one_message(finished, command, file, size):
     path = Path("qa", file)
-    path.write_bytes(path.read_bytes()[:-9])
+    path.write_bytes(path.read_bytes()[:size] or b"[]")
     for words in (["status", "qa"], ["verify", "qa"], ["run", "job.yaml"]):
         error = command(*words, code=None).error
         assert f"error: {path.parent} is damaged. Remove it, and run again" in error
     shutil.rmtree(path.parent)
     assert "is not" not in command("status", "qa")
     command("run", "job.yaml")
+    assert not finished.asked
+
+
+def test_an_emptied_list_of_steps_is_written_anew_by_a_run(finished, command):
+    Path("qa", STEPS_FILE).write_bytes(b"")
+    assert "error: " in command("status", "qa", code=2).error
+    command("run", "job.yaml")
+    assert "5 steps" in command("status", "qa")
     assert not finished.asked
 
 

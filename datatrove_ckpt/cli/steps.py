@@ -444,26 +444,30 @@ def _bind(step: Step) -> None:
         queries.columns_of(step.query, step.tables())
 
 
+_Sampled = tuple[float | None, list[int] | None]
+"""How many times its rows the run has, and their ordinals there; None: unknown, and those of its
+own input.
+"""
+_WHOLE: _Sampled = (1.0, None)
+_UNKNOWN: _Sampled = (None, [])
+
+
 def sample_steps(short: Node, source: str, number: int) -> int:
     """Takes rows of the whole input through all steps, in a temporary folder. The answers stay with
     each step, as those of ``run --sample``.
     """
-    shares: dict[str, float | None] = {}
-    ordinals: dict[str, list[int]] = {}  # of the rows that each step gives, in the run
+    sampled = dict[str, _Sampled]()
     codes = [0]
     with TemporaryDirectory(prefix="datatrove-ckpt-") as folder, ExitStack() as stack:
         stack.callback(close_servers)
         trial = read_steps({**short, "run_folder": folder}, source)
         for step, tried in zip(read_steps(short, source), trial, strict=True):
             tried.prepare()
-            share: float | None = 1.0
-            rows: list[int] | None = None
+            share, rows = _WHOLE
             if step.query is not None and step.sources:
-                share = None
-                rows = []
+                share, rows = _UNKNOWN
                 if queries.takes_row_by_row(step.query, tried.tables()):
-                    share = shares[step.sources[0].name]
-                    rows = ordinals[step.sources[0].name]
+                    share, rows = sampled[step.sources[0].name]
             if tried.rows is None:
                 say(f"{step.name}:")
                 _, executor = step.executor(tried.folder / layout.KEPT_INPUT)
@@ -476,8 +480,7 @@ def sample_steps(short: Node, source: str, number: int) -> int:
             else:
                 count = tried.rows.rows
                 say(f"{step.name}: {plural(count, 'row') if count else 'no row reaches it'}")
-            shares[step.name] = share
-            ordinals[step.name] = rows or []
+            sampled[step.name] = share, rows
     return max(codes)
 
 

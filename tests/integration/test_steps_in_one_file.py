@@ -744,6 +744,20 @@ def test_a_sample_prices_a_step_whose_query_groups_files(server, command):
     assert "for 3 documents" in said
 
 
+def test_the_run_takes_the_answers_of_a_sample_from_a_query_over_files(server, command):
+    steps = {
+        "texts": {"sql": "select id, text from 'docs.jsonl' where id <> 'id 03'"},
+        "answers": {"input": "texts", "prompt": "Answer: {text}"},
+    }
+    write(server, steps)
+    said = command("run", "job.yaml", "--sample", "2")
+    assert "The run takes these answers where" in said
+    assert "for 11 documents" in said
+    command("run", "job.yaml")
+    assert len(server.payloads) == 11
+    assert set(server.asked.values()) == {1}
+
+
 def test_a_sample_whose_requests_all_fail_ends_with_1(command):
     with FakeServer(
         reply, rejects([f"Judge: answer to Answer: {row['text']}" for row in ROWS])

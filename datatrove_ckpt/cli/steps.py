@@ -323,7 +323,7 @@ def redo_steps(steps: Sequence[Step], names: Sequence[str]) -> None:
                 f"{record} is damaged: it names the steps of a redo that is under way. Remove it, "
                 "and run again; steps that have not begun anew need --redo again."
             ) from None
-        _move(root, earlier)
+        _move(record, earlier)
     if {*names} <= earlier.keys():
         return
     moves = dict[str, str]()
@@ -343,16 +343,20 @@ def redo_steps(steps: Sequence[Step], names: Sequence[str]) -> None:
             moves[step.name] = ""
             if step.folder.exists():
                 moves[step.name] = files.free_name(step.folder, ".").name
-        files.disk.replace(record, orjson.dumps(earlier | moves))
-        _move(root, moves)
+        moves = earlier | moves
+        files.disk.replace(record, orjson.dumps(moves))
+        _move(record, moves)
 
 
-def _move(root: Path, moves: Mapping[str, str]) -> None:
+def _move(record: Path, moves: Mapping[str, str]) -> None:
+    root = record.parent
     for name, target in moves.items():
         folder = root / name
         if folder.exists() and not Path(root, target).exists():  # else an earlier start moved it
             files.disk.rename(folder, root / target)
             files.disk.sync_dir(root)
+    # From here on, what was moved may be removed.
+    files.disk.replace(record, orjson.dumps(dict.fromkeys(moves, "")))
 
 
 def runs(

@@ -182,8 +182,9 @@ def test_a_redo_killed_at_each_move_and_again_later_pays_no_half_document_twice(
             has_begun = Path("qa/redo.json").exists() or Path("qa/answers.1").exists()
             with pytest.raises(CkptError):
                 run(() if has_begun else ["texts"])
+            shutil.rmtree("qa/answers.1")  # which makes the redo move nothing again
             server._status = Budget(9)
             run(["texts"])
             assert server.asked == {"First: other": 1, "Then: other": 2}, crash
-            assert not Path("qa/answers.2").exists(), crash
+            assert not [*Path("qa").glob("answers.*")], crash
             assert not Path("qa/redo.json").exists()

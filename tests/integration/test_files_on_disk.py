@@ -95,8 +95,10 @@ def every_value(shapes):
     }
     media = [Media("id", MediaType.IMAGE, "url", media_bytes=b"a")]
     shapes.note("a document", encode(Document("text", "id", media, values)))
-    # A run as short as these writes it only on a slow machine, while its server is up.
-    shapes.note("history.jsonl", orjson.dumps(ProgressRecord(places=1).to_json(), list))
+    # A run as short as these writes it only on a slow machine, while its server is up, into its
+    # history and into the parts of its mirror.
+    for name in ("history.jsonl", "0123456789abcdef-0"):
+        shapes.note(name, orjson.dumps(ProgressRecord(places=1).to_json(), list))
 
 
 @pytest.fixture(scope="module")

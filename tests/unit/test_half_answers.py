@@ -1,6 +1,7 @@
 """Half-written answers go on with their next token: which requests, which servers, which pieces."""
 
 import asyncio
+from concurrent.futures import Future
 from itertools import chain
 
 import orjson
@@ -73,6 +74,28 @@ class Asking:
 
     def answer(self, *arguments, **more):
         return asyncio.run(self.ask(*arguments, **more))
+
+
+class TimedAsking(Asking):
+    """The time of its event loop passes when a test says so, too: a busy machine is no silence."""
+
+    async def ask(self, *arguments, **more):
+        self._loop = asyncio.get_running_loop()
+        self._passed = 0.0
+        clock = self._loop.time
+        self._loop.time = lambda: clock() + self._passed
+        return await super().ask(*arguments, **more)
+
+    async def pass_for(self, seconds):
+        """For the event loop of a server."""
+        passed = Future()
+
+        def pass_now():
+            self._passed += seconds
+            passed.set_result(None)
+
+        self._loop.call_soon_threadsafe(pass_now)
+        await asyncio.wrap_future(passed)
 
 
 def without_id(completion):
@@ -508,11 +531,11 @@ def test_comments_do_not_end_a_silence(server):
             hung.append(request)
             while request.transport:
                 await server.writing.write(b": still there\n\n")
-                await asyncio.sleep(0.02)
+                await asking.pass_for(20.0)
 
     hung = []
     server.token = hang
-    asking = Asking(server, request_timeout=0.5)
+    asking = TimedAsking(server, request_timeout=60.0)
     assert without_id(asking.answer()) == expected
     assert asking.work.errors == {"timeout": 1}
     assert asking.work.continued_tokens == 5
@@ -574,24 +597,27 @@ def test_a_server_that_is_ours_must_refuse_each_path_without_its_key(server, log
 
 def test_request_timeout_is_the_longest_silence(server):
     async def slow(request):
-        await asyncio.sleep(0.1)
+        if server.generated >= 20:  # ten of each step of the probe
+            await asking.pass_for(12.0)  # 48 s for a piece
 
     expected = whole(server)
-    asking = Asking(server, request_timeout=0.6)
+    asking = TimedAsking(server, request_timeout=100.0)
     server.token = slow
-    assert without_id(asking.answer()) == expected  # which takes a second
+    assert without_id(asking.answer()) == expected  # which takes 120 s
     assert asking.work.errors == {}
 
-    silences = [2.0]
+    hung = []
 
     async def silent(request):
         # Before the sixth token of the first attempt, after ten of each step of the probe.
-        if server.generated == 25 and silences:
-            await asyncio.sleep(silences.pop())
+        if server.generated == 25 and not hung:
+            hung.append(request)
+            while request.transport:
+                await again.pass_for(20.0)
 
     server.token = silent
     server.generated = 0
-    again = Asking(server, request_timeout=0.6)
+    again = TimedAsking(server, request_timeout=60.0)
     assert without_id(again.answer()) == expected
     assert again.work.errors == {"timeout": 1}
     assert again.work.continued_tokens == 5

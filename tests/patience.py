@@ -49,6 +49,13 @@ async def until_async(condition):
             await asyncio.sleep(0.005)
 
 
+def pass_for(seconds):
+    """Moves the clock of the running event loop, which is one of asyncio's own."""
+    loop = asyncio.get_running_loop()
+    clock = loop.time
+    loop.time = lambda: clock() + seconds
+
+
 class HeldTime:
     """Sleeps of coroutines that end when a test says that time has passed."""
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import sys
 import threading
 import time
 from functools import partial
@@ -14,7 +15,7 @@ from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.generation import once
 from datatrove_ckpt.rollouts import CallFailed
 from tests.jobs import FailsFirst, ask, results, run_job
-from tests.patience import until_async
+from tests.patience import pass_for, until_async
 from tests.preempted import when_logged
 
 
@@ -169,16 +170,20 @@ def test_a_call_that_waits_for_a_thread_loses_no_time_and_a_hanging_one_no_threa
     tmp_path, server, monkeypatch
 ):
     monkeypatch.setattr(once, "_THREADS", 1)
+    monkeypatch.setitem(sys.modules, "uvloop", None)  # which has a clock of its own
     end = threading.Event()
+    loops = []
 
     def call(number):
         if number == 0:
+            loops[0].call_soon_threadsafe(pass_for, 400.0)
             end.wait(60)
         return number
 
     async def rollout(document, generate):
+        loops[:] = [asyncio.get_running_loop()]
         try:
-            asked = (generate.once("call", call, number, time_limit=0.4) for number in range(3))
+            asked = (generate.once("call", call, number, time_limit=300.0) for number in range(3))
             return (await asyncio.gather(*asked, return_exceptions=True))[1:]
         finally:
             end.set()

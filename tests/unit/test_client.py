@@ -35,6 +35,7 @@ from datatrove_ckpt.inference.client.urls import HiddenUrl, beside, proxy_of
 from datatrove_ckpt.testing import FakeServer
 from tests import golden
 from tests.clients import Sleeps, client_of, turns
+from tests.patience import pass_for
 from tests.raw_server import BODY, RawServer, answer, chat, http, never, reset, serving, then_close
 
 UNFINISHED_REASONS = [
@@ -602,8 +603,12 @@ async def test_a_probe_that_is_limited_or_fails_decides_nothing(reply, is_open):
 
 
 async def test_a_probe_without_an_answer_in_time_decides_nothing():
-    replies = [GOOD, answer(http(400, b"bad")), never]
-    settings = {"request_timeout": 0.1, "server_patience_seconds": 50.0}
+    async def silent(server, writer):
+        pass_for(600.0)
+        await never(server, writer)
+
+    replies = [GOOD, answer(http(400, b"bad")), silent]
+    settings = {"request_timeout": 300.0, "server_patience_seconds": 50.0}
     async with talking(*replies, **settings, **ENDPOINT) as (_, client, sleeps):
         await client.complete(SHORTEST)
         with pytest.raises(

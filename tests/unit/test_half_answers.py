@@ -19,6 +19,7 @@ from datatrove_ckpt.inference.servers.continuation import find_continuation
 from tests import golden
 from tests.clients import Sleeps, client_of, config
 from tests.jobs import chat
+from tests.patience import pass_for
 from tests.token_server import TokenServer
 
 CHAT = "/v1/chat/completions"
@@ -81,9 +82,6 @@ class TimedAsking(Asking):
 
     async def ask(self, *arguments, **more):
         self._loop = asyncio.get_running_loop()
-        self._passed = 0.0
-        clock = self._loop.time
-        self._loop.time = lambda: clock() + self._passed
         return await super().ask(*arguments, **more)
 
     async def pass_for(self, seconds):
@@ -91,7 +89,7 @@ class TimedAsking(Asking):
         passed = Future()
 
         def pass_now():
-            self._passed += seconds
+            pass_for(seconds)
             passed.set_result(None)
 
         self._loop.call_soon_threadsafe(pass_now)

@@ -50,6 +50,7 @@ def test_a_file_that_cannot_be_opened_is_not_the_disks_fault(tmp_path, use):
         use(tmp_path)
     said = str(raised.value)
     assert str(tmp_path) in said
+    said = said.replace(str(tmp_path), "")  # which may be on a "disk"
     assert "ulimit -n" in said
     assert "max_concurrent_generations" in said
     assert "disk" not in said

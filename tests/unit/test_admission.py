@@ -226,6 +226,8 @@ async def test_whatever_the_metrics_show_a_server_gets_requests_and_a_document(
         return Response(200, page.encode())
 
     monkeypatch.setattr(host, "get", get)
+    # Else a stall of the machine ends the reads of pages that show nothing.
+    monkeypatch.setattr(host, "_WAIT_FOR_METRICS_SECONDS", 300.0)
     target = await adapted(None, lambda target: len(reads) > 4)
     target.add_in_flight(0)
     assert target.limit >= 8

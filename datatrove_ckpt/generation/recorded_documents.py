@@ -58,6 +58,7 @@ class RecordedDocument:
         read, result: the document before its rollout, and its line in the journal.
         requests: key, payload (or arguments of a call) and answer. Files hold no secrets.
         code: hash of the code whose keys the calls have.
+        draws: state of ``random`` at the start; empty if nothing was drawn until the end.
         run: digest of the run's identity.
     """
 
@@ -173,6 +174,8 @@ class RecordingAnswers(DocumentAnswers):
         if finished.outcome == "dead" or self.failed:
             return False
         document = self.document
+        if document.draws == [*random.getstate()[1]]:
+            document.draws = []
         document.result = finished.document.decode()
         for key, payload in self.sent.items():
             answer = self.known.get(key)

@@ -227,16 +227,19 @@ class _OwnRandom:
     seconds = 0.0
 
     def __init__(self, draws: list[int]) -> None:
+        self._draws = draws
         self._state: tuple[object, ...] = (random.Random.VERSION, tuple(draws), None)
 
     def __enter__(self) -> None:
         self._started = time.monotonic()
-        self._outer = random.getstate()
-        random.setstate(self._state)
+        if self._draws:
+            self._outer = random.getstate()
+            random.setstate(self._state)
 
     def __exit__(self, *error: object) -> None:
-        self._state = random.getstate()
-        random.setstate(self._outer)
+        if self._draws:
+            self._state = random.getstate()
+            random.setstate(self._outer)
         self.seconds += time.monotonic() - self._started
 
 

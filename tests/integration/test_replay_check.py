@@ -372,6 +372,14 @@ def test_unedited_code_is_not_refused(tmp_path, server, rollout, why):
     verdict = replay.replay_all(runner(tmp_path, server, rollout), tmp_path / "checkpoints")
     assert not verdict.real
     assert verdict.same == (0 if why else 6)
+    # A state of ``random`` is long.
+    assert all(content(path)["draws"] for path in recorded(tmp_path))
+
+
+def test_a_rollout_that_draws_no_random_number_keeps_no_state_of_them(tmp_path, server):
+    run_job(tmp_path, server, 1, says_word)
+    (path,) = recorded(tmp_path)
+    assert content(path)["draws"] == []
 
 
 def test_a_run_is_recorded_after_a_run_whose_documents_wait(tmp_path, server):

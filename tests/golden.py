@@ -1,4 +1,6 @@
 """Texts that commands print, in the files of tests/data/texts: a section for each case of a test.
+Or tables: the title of a section is an expression, a row, and its text what that gives; rows that
+only go in have no text.
 
 Who means to change a text writes the file anew, and reads the difference:
 

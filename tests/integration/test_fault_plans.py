@@ -20,6 +20,7 @@ import pytest
 from aiohttp import web
 
 from datatrove_ckpt import InferenceConfig
+from tests import golden
 from tests.bench.throughput_run import virtual_loop
 from tests.histories import read_history
 from tests.jobs import documents, rows, runner
@@ -199,24 +200,7 @@ def ideal_seconds(providers):
 
 
 STORM = (("storm", 60.0, 70.0),)
-PLANS = {
-    "three": [{}, {}, {"says_when": False}],
-    "down from the start": [{"faults": (("down", 0.0, FOREVER),)}, {}, {}],
-    "down half way": [{"faults": (("down", HALF_WAY, FOREVER),)}, {}, {}],
-    "down for a while": [{"faults": (("down", 50.0, 200.0),)}, {}, {}],
-    "fails half way": [{"faults": (("fail", HALF_WAY, FOREVER),)}, {}, {}],
-    "answers nothing for a while": [{"faults": (("hang", 50.0, 200.0),)}, {}, {}],
-    "slow": [{"latency": 10 * LATENCY}, {}, {}],
-    "a lower limit": [{"requests": 30}, {}, {}],
-    "lower limits, no Retry-After": [{"requests": 30, "says_when": False}] * 2 + [{}],
-    "a higher limit": [{"requests": 120}, {}, {}],
-    "a limit that is not declared": [{"declared": 10_000, "says_when": False}, {}, {}],
-    "few tokens a minute": [{"tokens": 6_000}, {}, {}],
-    "key refused from the start": [{"faults": (("key", 0.0, FOREVER),)}, {}, {}],
-    "key refused half way": [{"faults": (("key", HALF_WAY, FOREVER),)}, {}, {}],
-    "a storm at all": [{"faults": STORM}, {"faults": STORM, "says_when": False}, {"faults": STORM}],
-    "tasks in turn": [{}, {}, {"says_when": False}],
-}
+PLANS = {code.partition("  # ")[2]: eval(code) for code in golden.sections("fault_plans")}
 """What differs from a provider with 60 requests a minute."""
 TASKS = {"tasks in turn": 20}
 

@@ -43,6 +43,7 @@ from datatrove_ckpt.run_folder.preflight import check_before_run
 from datatrove_ckpt.run_folder.run_plan import RunPlan
 from datatrove_ckpt.run_folder.verify import verify
 from datatrove_ckpt.testing import FakeServer
+from tests import golden
 from tests.jobs import ids, rejects, runner
 from tests.mirrors import ONE_BY_ONE, PASSES, Job, answered, ask_twice, read_rows, up_to
 from tests.patience import until
@@ -631,38 +632,15 @@ def a_part(content):
     return next(iter(content["files"].values()))[0]
 
 
-HOSTILE = {
-    **{
-        f"a file {name}": lambda content, name=name: content["files"].update(
-            {name: [a_part(content)]}
-        )
-        for name in (
-            "../../x",
-            "../x",
-            "lock",
-            "run.json",
-        )
-    },
-    "an object elsewhere": lambda content: a_part(content).update(name="../../../secret"),
-    "a negative size": lambda content: a_part(content).update(size=-1),
-    "a huge size": lambda content: a_part(content).update(size=2**50),
-    "a field too many": lambda content: a_part(content).update(mode=0o4755),
-    "no run": lambda content: content.update(run=[]),
-    "no owner": lambda content: content["run"].pop("owner"),
-    "a nonce that is a path": lambda content: content["run"]["owner"].update(nonce="../../x"),
-    "control characters": lambda content: content.update(when="\x1b[2J"),
-}
-
-
 def test_a_mirror_writes_only_files_of_a_checkpoint(stopped, ram):
     (ram / "secret").write_text("secret")
     *older, newest = manifests(stopped)
     for path in older:
         path.unlink()
     content = newest.read_bytes()
-    for name, change in HOSTILE.items():
+    for name in golden.sections("hostile_mirrors"):
         newest.write_bytes(content)
-        rewrite(newest, change)
+        rewrite(newest, lambda content, name=name: eval(name))
         stopped.lose_the_node()
         before = set(ram.rglob("*"))
         with pytest.raises(CheckpointCorrupt, match="its manifest is damaged") as refused:

@@ -14,6 +14,7 @@ from datatrove_ckpt.common.redaction import remember
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.generation import once
 from datatrove_ckpt.rollouts import CallFailed
+from tests import golden
 from tests.jobs import FailsFirst, ask, results, run_job
 from tests.patience import pass_for, until_async
 from tests.preempted import when_logged
@@ -33,22 +34,15 @@ def in_a_thread(text):
     return threading.current_thread() is not threading.main_thread(), text
 
 
-@pytest.mark.parametrize(
-    "function, kwargs, expected",
-    [
-        (doubled, {}, "text 0text 0"),
-        (partial(doubled), {}, "text 0text 0"),
-        (Doubles(), {}, "text 0text 0"),
-        (in_a_thread, {}, [True, "text 0"]),
-        (lambda text, **others: others, {"n": {"b": [1]}}, {"n": {"b": [1]}}),
-    ],
-)
-def test_the_result_comes_back_as_json_has_it(tmp_path, server, function, kwargs, expected):
+@pytest.mark.parametrize("code", golden.sections("results_of_calls"))
+def test_the_result_comes_back_as_json_has_it(tmp_path, server, code):
+    function, kwargs = eval(code, {**globals(), "partial": partial})
+
     async def rollout(document, generate):
         return {"found": await generate.once("call", function, document.text, **kwargs)}
 
     run_job(tmp_path, server, 1, rollout)
-    assert results(tmp_path) == [[{"found": expected}]]
+    golden.hold("results_of_calls", code, str(results(tmp_path)))
 
 
 async def sleeps(text):

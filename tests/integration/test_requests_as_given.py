@@ -187,25 +187,17 @@ def test_null_is_sent_where_it_was_written(tmp_path, server):
 TEXT_PART = {"type": "text", "text": "look"}
 URL_PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": None}}}
-FILLED = [  # as Arrow fills messages, and what is sent
-    ({"role": "user", "content": "a", "name": None, "tool_calls": None}, {"role": "user", "content": "a"}),
-    ({"content": None, "role": "assistant", "tool_calls": [{**CALL, "id": None}]},
-     {"content": None, "role": "assistant", "tool_calls": [CALL]}),
-    ({"role": "user", "content": [{**TEXT_PART, "image_url": {"url": None}}, {**URL_PART, "text": None}]},
-     {"role": "user", "content": [TEXT_PART, URL_PART]}),
-    ({"role": "user", "content": [{**URL_PART, "image_url": {**URL_PART["image_url"], "detail": None}}]},
-     {"role": "user", "content": [URL_PART]}),
-    ({"role": "tool", "content": [], "meta": {}, "text": '":null'},) * 2,
-]  # fmt: skip
+FILLED = golden.sections("filled_messages")  # as Arrow fills messages, and what is sent
 
 
 def test_keys_of_messages_that_are_null_are_not_sent_and_the_key_of_the_answer_stays(
     tmp_path, server
 ):
-    payload = {"messages": [filled for filled, _ in FILLED], "stop": None}
+    payload = {"messages": [eval(filled) for filled in FILLED], "stop": None}
     run_job(tmp_path, server, 1, asking(payload))
     (sent,) = server.payloads
-    assert sent["messages"] == [message for _, message in FILLED]
+    for filled, message in zip(FILLED, sent["messages"], strict=True):
+        golden.hold("filled_messages", filled, repr(message))
     assert list(sent["messages"][1]) == ["content", "role", "tool_calls"]
     assert sent["stop"] is None
     assert hash_payload(payload) != hash_payload({**payload, "messages": sent["messages"]})

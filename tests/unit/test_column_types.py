@@ -19,15 +19,12 @@ from datatrove_ckpt.output.chunk_writing import (
     raw_types,
     schema_mismatches,
 )
+from tests import golden
 
 VALUES = {
-    "none": None, "text": "a", "int": 1, "float": 0.5, "bool": True, "bytes": b"\xff",
-    "date": datetime.date(2026, 1, 2), "time": datetime.datetime(2026, 1, 2), "time of day": datetime.time(1, 2),
-    "span": datetime.timedelta(1),
-    "decimal": Decimal("1.5"), "empty list": [], "texts": ["a"], "ints": [1], "floats": [0.5], "nones": [None],
-    "empty dict": {}, "a": {"a": 1}, "a none": {"a": None}, "a float": {"a": 0.5}, "a b": {"a": 1, "b": "x"},
-    "b": {"b": "x"}, "raw": {"b": b"\xff"}, "deep": {"a": [{"b": [1]}]}, "deep none": {"a": [{"b": None}]},
-}  # fmt: skip
+    code.partition("  # ")[2]: eval(code, {"datetime": datetime, "Decimal": Decimal})
+    for code in golden.sections("values_of_columns")
+}
 
 
 def a_writer(folder, **changes):

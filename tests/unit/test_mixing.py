@@ -11,6 +11,7 @@ import pytest
 
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.torch import Mix, Pack
+from tests import golden
 from tests.resume import assert_resume_is_exact
 from tests.stateful_rows import Rows
 
@@ -138,14 +139,9 @@ def test_a_source_that_has_ended_is_not_asked_for_its_state():
         assert list(resumed) == whole[stop:]
 
 
-def test_states_of_other_weights_or_seeds_are_refused():
+@pytest.mark.parametrize("code", golden.sections("states_of_mixes"))
+def test_states_of_other_weights_or_seeds_are_refused(code):
     one = mix()
     next(iter(one))
-    state = one.state_dict()
-    for other, message in (
-        (mix(seed=1), "seed=0, now 1"),
-        (mix(counts=(1, 1)), "weights="),
-        (mix("drop"), "at_end='stop', now 'drop'"),
-    ):
-        with pytest.raises(CheckpointMismatch, match=message):
-            other.load_state_dict(state)
+    error = golden.refuse("states_of_mixes", code, {"mix": mix, "state": one.state_dict()})
+    assert isinstance(error, CheckpointMismatch)

@@ -3,23 +3,19 @@ nothing is.
 """
 
 import asyncio
-import json
 
 import pytest
 from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult
 
-from datatrove_ckpt import InferenceConfig
+from datatrove_ckpt import InferenceConfig, rollouts
 from datatrove_ckpt.config.generation_params import refuse_near_misses
 from datatrove_ckpt.errors import DocumentError
 from datatrove_ckpt.generation.results import put_answer
 from datatrove_ckpt.output.document_codec import PathResult
 from datatrove_ckpt.rollouts import (
-    ClassifyRollout,
     InvalidAnswer,
-    JudgeRollout,
     PromptRollout,
-    chat,
     for_config,
 )
 from datatrove_ckpt.user_code.code_identity import code_identity
@@ -177,40 +173,23 @@ def test_a_parameter_of_other_servers_is_no_typing_error():
 
 
 SCORED = {"text": GOOD, "finish_reason": "stop", "score": 8.0}
-NAMED = {  # the rollout, its result, the answer
-    "a text": (PromptRollout(), InferenceResult("so", "stop", {}), "so"),
-    "JSON": (
-        PromptRollout(json_schema=SCHEMA),
-        InferenceResult(GOOD, "stop", {}),
-        json.loads(GOOD),
-    ),
-    "JSON beyond orjson": (
-        PromptRollout(json_schema={}),
-        InferenceResult('{"a": 123456789012345678901, "b": "\\ud83d"}', "stop", {}),
-        {"a": 123456789012345678901, "b": "\ufffd"},
-    ),
-    "a path": (chat, PathResult("", "stop", {}, answer={"tokens": [1]}), {"tokens": [1]}),
-    "a label": (ClassifyRollout(), {"label": "good", "score": 1.0, "scores": {}}, "good"),
-    "a score": (JudgeRollout(judge_prompt="{text}?"), SCORED, 8.0),
-    "a judged answer": (
-        JudgeRollout(prompt="{text}", judge_prompt="{answer}?", json_schema=SCHEMA),
-        SCORED,
-        json.loads(GOOD),
-    ),
-    "of a function": (chat, {"any": "thing"}, {"any": "thing"}),
-}
 
 
-@pytest.mark.parametrize("name", NAMED)
-@pytest.mark.parametrize("rollouts", [1, 2])
-def test_what_stands_under_the_name_of_the_answers(name, rollouts, tmp_path, server):
-    rollout, result, answer = NAMED[name]
+@pytest.mark.parametrize("code", golden.sections("answers_under_a_name"))
+@pytest.mark.parametrize("number", [1, 2])
+def test_what_stands_under_the_name_of_the_answers(code, number, tmp_path, server):
+    names = {**vars(rollouts), "InferenceResult": InferenceResult, "PathResult": PathResult}
+    rollout, result = eval(code, {**globals(), **names})
     step = runner(
-        tmp_path, server, rollout, answer="summary", config={"rollouts_per_document": rollouts}
+        tmp_path, server, rollout, answer="summary", config={"rollouts_per_document": number}
     )
     one = document()
-    put_answer(step, one, [result] * rollouts)
-    assert one.metadata["summary"] == (answer if rollouts == 1 else [answer] * 2)
+    put_answer(step, one, [result] * number)
+    found = one.metadata["summary"]
+    if number == 2:
+        first, found = found
+        assert first == found
+    golden.hold("answers_under_a_name", code, repr(found))
 
 
 @pytest.mark.parametrize("returned, summaries", [([7, 8], [[7, 8]]), (None, [])])

@@ -7,6 +7,7 @@ import re
 import sqlite3
 import threading
 from contextlib import closing, contextmanager
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -212,8 +213,17 @@ def cached_errors(folder):
         return cache.execute(query).fetchone()[0]
 
 
-@pytest.mark.parametrize("answered", [0, 20, 80])
-@pytest.mark.parametrize("status", [400, 404, 422, 403])
+def combined(*columns):
+    """All combinations. Those that are not slow have each value at least once."""
+    count = max(map(len, columns))
+    quick = [tuple(column[row % len(column)] for column in columns) for row in range(count)]
+    return [
+        row if row in quick else pytest.param(*row, marks=pytest.mark.slow)
+        for row in product(*columns)
+    ]
+
+
+@pytest.mark.parametrize("status, answered", combined([400, 404, 422, 403], [0, 20, 80]))
 def test_a_server_that_refuses_all_from_some_moment_on_makes_no_dead_letter(
     tmp_path, status, answered
 ):
@@ -246,8 +256,13 @@ def test_a_probe_whose_answer_takes_time_lets_few_others_start(tmp_path, monkeyp
         assert len(server.payloads) <= 20 + 8 + 8 + 1  # places, undecided requests, the probe
 
 
-@pytest.mark.parametrize("status", [400, 422, 500, 403])
-@pytest.mark.parametrize("bad", [["text 7"], ["text 0", "text 3", "text 39"], ["text 39"]])
+@pytest.mark.parametrize(
+    "bad, status",
+    combined(
+        [["text 7"], ["text 0", "text 3", "text 39"], ["text 39"]],
+        [400, 422, 500, 403],
+    ),
+)
 def test_documents_of_a_small_job_are_at_fault_if_a_probe_is_answered(tmp_path, bad, status):
     """The probe is sent byte for byte, and counted."""
     config = {**AT_FAULT, "prices": {"prompt": 1}}

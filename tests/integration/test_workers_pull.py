@@ -205,30 +205,24 @@ def test_run_waits_for_tasks_that_workers_have_and_names_those_that_they_gave_up
     assert "task 3: DocumentFailed: bad" in run.log
 
 
-def test_beside_a_plain_run_a_worker_is_refused(server):
-    run = at_work(server, "--fail-on-dead-letters")
-    assert list(Path("logs/claims").glob("*-*")) == []
-    text = ended(worker(), 1)
-    server.release()
-    assert f"{TASKS} tasks are run by pid {run.pid} on " in text
-    assert "start every machine as a worker" in text
-    ended(run)
-    assert list(Path("logs/claims/workers").iterdir()) == []
-    assert set(server.asked.values()) == {1}
-    ended(worker())
-
-
-def test_a_second_run_of_all_tasks_is_refused_and_the_first_goes_on(server):
-    """It would take tasks until it met one of the first, which then ended with its error."""
+def test_beside_a_plain_run_a_worker_and_a_second_run_are_refused_and_it_goes_on(server):
+    """A second run would take tasks until it met one of the first, which then ended with its error."""
     first = at_work(server, "--fail-on-dead-letters")
-    text = ended(worker("--fail-on-dead-letters"), 1)
+    assert list(Path("logs/claims").glob("*-*")) == []
+    of_worker = ended(worker(), 1)
+    of_run = ended(worker("--fail-on-dead-letters"), 1)
     sent = server.asked.total()
     server.release()
-    assert f"Another process works on this run: pid {first.pid} on " in text
+    assert f"{TASKS} tasks are run by pid {first.pid} on " in of_worker
+    assert "start every machine as a worker" in of_worker
+    assert f"Another process works on this run: pid {first.pid} on " in of_run
     ended(first)
     assert len(complete()) == TASKS
     assert sent <= 3 + 4, "the second sends nothing"
+    assert set(server.asked.values()) == {1}
+    assert list(Path("logs/claims/workers").iterdir()) == []
     assert not Path("logs/claims/run.lock").exists()
+    ended(worker())
     ended(worker("--fail-on-dead-letters"))
 
 

@@ -77,7 +77,8 @@ from datatrove_ckpt.rollouts import Rollout
 SECONDS = 1.0  # of a check at a start, and of the replay of a document that is recorded
 _FRESH_SECONDS = 60.0
 _RECORDING_SECONDS = 5.0  # of all replays of an attempt
-_RECORDED_EVERY = 0.5  # seconds
+_FIRST_RECORD_AFTER = 0.5  # seconds
+_RECORD_EVERY = 8.0  # seconds, at most: a kill loses what they would have recorded
 _EXCERPT = 60  # characters
 _CHANGING = re.compile(
     r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}|\b[0-9a-f]{32,64}\b|\b0x[0-9a-f]{6,}"
@@ -412,9 +413,11 @@ class Replays:
     # while documents run -------------------------------------------------------------------------
 
     async def record_regularly(self) -> None:
+        seconds = _FIRST_RECORD_AFTER
         while not self.recorded.is_stopped:
-            await asyncio.sleep(_RECORDED_EVERY)
+            await asyncio.sleep(seconds)
             await self.record()
+            seconds = min(2 * seconds, _RECORD_EVERY)
 
     async def record(self) -> None:
         """Records what has finished: a few documents together, which costs less than one by one."""

@@ -198,7 +198,7 @@ def moved_job_replaces_no_file_of_another(tmp_path, place, servers, start, monke
     one, other = servers
     killed_before_its_commit(job(tmp_path, "a", one, place), monkeypatch)
     place.move_away()
-    with pytest.raises(OutputMismatch, match="the file that names it"):
+    with pytest.raises(OutputMismatch, match="belongs to another run"):
         start("b")
     assert not other.asked
     place.forget_owner()
@@ -217,7 +217,10 @@ def moved_job_replaces_no_file_of_another(tmp_path, place, servers, start, monke
     start("b")
     command("verify", tmp_path / "b/checkpoints", "--full")
     place.forget_owner()  # and even so
-    with pytest.raises(OutputMismatch, match=r"no commit of task 0 names|has other content"):
+    with pytest.raises(
+        OutputMismatch,
+        match=r"no commit of task 0 names|has files that this task has not published",
+    ):
         start("a")
     assert place.files() == written
     place.bring_back()

@@ -102,9 +102,7 @@ class Process:
     def ends_interrupted(self, number):
         """With nobody left, no traceback, and one line on how to continue, the last one."""
         assert self.end() == 128 + number
-        assert self.log.splitlines()[-1].startswith(
-            f"interrupted by {number.name}; what is finished is saved."
-        )
+        assert self.log.splitlines()[-1].startswith(f"interrupted by {number.name}. To resume: ")
         assert self.log.count("To resume: datatrove-ckpt run job.yaml") == 1
         assert "Traceback" not in self.log
         assert self.left == []

@@ -41,33 +41,29 @@ def explained(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
 def _advice(error: Exception, path: str | os.PathLike[str]) -> str:
     code = error.errno if isinstance(error, OSError) else None
     if code in (errno.ENOSPC, errno.EDQUOT) or "disk is full" in str(error):
-        return "Free some space and run the same command again; everything saved so far is kept."
+        return "Free some space and run again; what is saved is kept."
     # Of a removed file, SQLite reports a read-only database or an I/O error.
     is_gone = code is None and not Path(path).parent.exists()
     if is_gone or code in (errno.ENOENT, errno.ESTALE):
         return (
-            "It was removed or moved during the run, or its file system was unmounted. Put it "
-            "back, and run the same command again (a mirror comes back by itself). If it is lost, "
-            "start over in other folders."
+            "It was removed, moved or unmounted during the run. Put it back, and run again (a "
+            "mirror comes back by itself); or start over in other folders."
         )
     if code == errno.EACCES:
         return (
-            "Run this command as the user who made the checkpoints, which are private, let that "
-            "user run chmod -R g+rX on the folder, or choose another folder."
+            "Run this as the user who made the checkpoints, let that user run chmod -R g+rX "
+            "there, or choose another folder."
         )
     if code in (errno.EPERM, errno.EROFS) or "readonly" in str(error):
-        return (
-            "Give this user the permission (or mount it writable, or choose another folder) and "
-            "run the same command again."
-        )
-    return "Check the disk and run the same command again; everything saved so far is kept."
+        return "Give this user the permission, or choose another folder, and run again."
+    return "Check the disk and run again; what is saved is kept."
 
 
 Json = JsonObject
 
 RESTORE = (
     "Restore it from a copy. With a mirror, move the task's folder away while no task runs, and "
-    "run the same command again: the mirror's comes back. With neither, "
+    "run again. With neither, "
 )
 """Advice for a damaged file, as the beginning of a sentence."""
 
@@ -119,7 +115,7 @@ def read_lines(
         if torn_at and (synced or line is not None):
             damage = f"line {torn_at}: the line is damaged, and lines follow it"
         elif (synced or number == 1) and not may_be_torn(raw):
-            damage = f"line {number}: the line is damaged, or of another program"
+            damage = f"line {number}: it is damaged, or of another program"
         else:
             torn_at = torn_at or number
             continue
@@ -183,9 +179,7 @@ def is_count(value: object) -> bool:
 
 SHARD_VERSION = 2
 """``version`` in ``shard.json``. 1 has no checksum."""
-WITHOUT_SHARD = (
-    "Restore it from a copy. If there is none, and the input is the same, write {} into it."
-)
+WITHOUT_SHARD = "Restore it from a copy, or write {} into it if the input is the same."
 
 
 def checksummed_json(fields: Json, indent: bool = True) -> bytes:

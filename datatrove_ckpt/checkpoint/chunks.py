@@ -127,8 +127,8 @@ class ChunkTracker:
         if self._has_more_than_the_input():
             raise CheckpointMismatch(
                 f"The input ended after {self.documents} documents, but {self._folder} holds "
-                "finished documents beyond that: the input has shrunk, or limit of the reader "
-                "was lowered. Restore it.",
+                "finished documents beyond: the input or the reader's limit has shrunk. Restore "
+                "it.",
                 starts_over="with old results",
             )
         if self._current is not None:
@@ -153,9 +153,8 @@ class ChunkTracker:
     def _expect(self, expected: str, fingerprint: str, ordinal: int) -> None:
         if expected != fingerprint:
             raise CheckpointMismatch(
-                f"Document {ordinal} of this task differs from the document that was finished "
-                f"there before (see {self._folder}): the input, or an earlier step, has changed. "
-                "Restore it.",
+                f"Document {ordinal} of this task is not the one finished before (see "
+                f"{self._folder}): the input, or an earlier step, has changed. Restore it.",
                 starts_over="with old results",
             )
 

@@ -45,8 +45,7 @@ class CommitsDamaged(CheckpointCorrupt):
         command = repair_command(str(checkpoints_of(path.parent)), logging_dir=logging_dir)
         super().__init__(
             f"{damage} Keep the task's output files. {checksummed_lines.RESTORE}{command}, then "
-            "run the same command again. Commits that can be proved are kept; the other chunks are "
-            "processed again."
+            "run again."
         )
         self.path = path
         self.log = path
@@ -184,7 +183,7 @@ def scan_commits(path: Path) -> tuple[dict[int, Commit], int]:
                 path, f"{path}, line {number}: chunk {commit.chunk_index} is committed twice."
             )
         if commit.dead_letters_size < dead_letters_size:
-            damage = "the lines are not in the order in which they were written."
+            damage = "the lines are not in their order."
             raise CommitsDamaged(path, f"{path}, line {number}: {damage}")
         commits[commit.chunk_index] = commit
         dead_letters_size = commit.dead_letters_size
@@ -205,9 +204,8 @@ def _parse(path: Path, number: int, line: checksummed_lines.ChecksummedLine) -> 
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointCorrupt(
             path,
-            f", line {number}: the line is whole, but no commit of this version of the program "
-            f"({error!r}). Keep the task's output files. Use the version that wrote it, or "
-            "restore the file from a copy.",
+            f", line {number}: the line is no commit of this version ({error!r}). Keep the "
+            "task's output files. Use the version that wrote it, or restore a copy.",
         ) from error
 
 

@@ -106,7 +106,7 @@ def mismatch_error(
     if not may_mix or any(change.is_layout for change in changes):
         return CheckpointMismatch(f"{text}.", starts_over="anew")
     return CheckpointMismatch(
-        f"{text}, or set accept_changes to mix the two: what is done stays as it is.",
+        f"{text}, or set accept_changes to mix the two.",
         changes=[{"accept_changes": True}],
         starts_over="anew",
     )

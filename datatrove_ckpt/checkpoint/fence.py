@@ -77,7 +77,7 @@ class Fence:
             raise Fenced(
                 f"Another process has taken over {self._path.parent}: {owner.get('host')} pid "
                 f"{owner.get('pid')}, start number {owner.get('fence')}; this process, number "
-                f"{self.owner['fence']}, writes nothing more. Its saved work is kept."
+                f"{self.owner['fence']}, writes nothing more."
             )
         # The attributes from before the read: a new owner may have come after it.
         self._seen = stamp
@@ -115,8 +115,8 @@ class RunClaim:
             changes = compare(old, identity)
             if not describe_alike(old, identity.fields):
                 logger.warning(
-                    f"{self._path}: another version of datatrove-ckpt described the code of this "
-                    "run, so the code is not compared this time."
+                    f"{self._path}: another version of datatrove-ckpt described this run's code, "
+                    "so it is not compared this time."
                 )
             self._accepted += old.get("accepted_changes", [])
             if changes and holds_work(folder):

@@ -169,8 +169,7 @@ def check_format(
     raise VersionMismatch(
         f"{location} was written by {author} (format {number}). This is datatrove-ckpt "
         f"{__version__}, which reads format {number_range(supported.start, supported.stop)}. "
-        "Nothing was changed. "
-        f"Install {get}, and run the same command again; or start a new run in other folders."
+        f"Install {get}, and run again; or start a new run in other folders."
     )
 
 

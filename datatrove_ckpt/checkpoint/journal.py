@@ -38,10 +38,7 @@ from datatrove_ckpt.common.counts import (
 )
 from datatrove_ckpt.errors import CheckpointCorrupt
 
-JOURNAL_ADVICE = (
-    "Restore the file from a copy, or move it away: its documents are then processed again, with "
-    "the saved answers where they exist."
-)
+JOURNAL_ADVICE = "Restore the file from a copy, or move it away: its documents are processed again."
 """Advice for a damaged journal."""
 _DOCUMENT = b',"document":'
 _OUTCOME = re.compile(rb'"outcome":"(\w+)"')
@@ -142,9 +139,8 @@ def read_finished(
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointCorrupt(
                 path,
-                f", at byte {line.offset}: the line holds no finished document of this version of "
-                f"the program ({error!r}). If another version wrote it, use that version. "
-                f"{JOURNAL_ADVICE}",
+                f", at byte {line.offset}: the line is no document of this version ({error!r}). "
+                f"Use the version that wrote it. {JOURNAL_ADVICE}",
             ) from error
         ordinal = finished.ordinal
         fingerprint = finished.fingerprint

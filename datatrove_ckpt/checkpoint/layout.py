@@ -222,8 +222,7 @@ class RankListing:
             if name in self.entries and not self.entries[name].is_file():
                 raise CheckpointCorrupt(
                     Path(self.path(name)),
-                    " is not a file. Move it away, and restore the file of this name from a copy "
-                    "if there was one.",
+                    " is not a file. Move it away, and restore the file from a copy.",
                 )
 
     @property
@@ -289,8 +288,8 @@ def refuse_missing_run_json(folder: Path) -> None:
         return
     if is_written_by_datatrove(last_chunk_of(folder)):
         raise CheckpointMismatch(
-            f"{folder.parent} is the checkpoint of a run of datatrove's own InferenceRunner: it "
-            f"wrote {last_chunk_of(folder)}. {advice_to_continue_datatrove(folder.parent)}"
+            f"{folder.parent} is a checkpoint of datatrove's own InferenceRunner, which wrote "
+            f"{last_chunk_of(folder)}. {advice_to_continue_datatrove(folder.parent)}"
         )
     listing = RankListing(folder)
     journals = [journal_name(index) for index in listing.journals[:3]]
@@ -308,6 +307,5 @@ def refuse_missing_run_json(folder: Path) -> None:
 def advice_to_continue_datatrove(checkpoints: Path | str) -> str:
     return (
         "To continue that run, stop it, choose other folders, and set finished_from: "
-        f"[{checkpoints}, OUTPUT], with its output folder: finished documents keep their results. "
-        "To start over, leave finished_from out."
+        f"[{checkpoints}, OUTPUT]. To start over, leave finished_from out."
     )

@@ -51,12 +51,12 @@ def _held_by(holder: bytes, path: Path, locked: str) -> str:
     process = _holder(holder)
     if process == this_process():
         return (
-            f"This very process works on this {locked} already: another call of run or run_async "
-            f"in it holds {path}. Wait for that call to end, or cancel it, and call again."
+            f"Another call of run or run_async in this process works on this {locked}: it holds "
+            f"{path}. Wait for it, or cancel it, and call again."
         )
     return (
-        f"Another process works on this {locked}: {name_holder(process)} holds {path}. Wait for it "
-        "to end, or stop it, and run the same command again."
+        f"Another process works on this {locked}: {name_holder(process)} holds {path}. Wait for "
+        "it, or stop it, and run again."
     )
 
 
@@ -89,9 +89,8 @@ def check_sqlite_locks(path: Path) -> None:
         return
     except OSError as error:
         raise StorageFailed(
-            f"{path} cannot be locked: {error.strerror}. Mount its file system with locks (NFS 4 "
-            "has them, NFS 3 needs lockd), or choose a folder on another disk, and run the same "
-            "command again."
+            f"{path} cannot be locked: {error.strerror}. Mount it with locks (NFS 4 has them, "
+            "NFS 3 needs lockd), or choose a folder on another disk."
         ) from error
 
 

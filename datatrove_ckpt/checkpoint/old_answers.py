@@ -65,8 +65,7 @@ def open_old_answers(root: Path, rank: int, identity: RunIdentity) -> RequestCac
     )
     if not number:
         logger.warning(
-            "answers_from: of committed documents, there are answers only if that run had "
-            "keep_answers."
+            "answers_from: committed documents have answers only if that run had keep_answers."
         )
     return cache
 
@@ -85,7 +84,7 @@ def _refuse_other_settings(root: Path, run: Json, identity: RunIdentity) -> None
         raise mismatch_error(
             f"answers_from: the answers in {root} were",
             changes,
-            "Go back to the old values, or leave answers_from out: then every request is sent.",
+            "Go back to the old values, or leave answers_from out.",
         )
 
 

@@ -98,9 +98,9 @@ class DiskSpace:
             self._is_low = free < reserve * (1.1 if was_low else 1.0)
             if self._is_low and not was_low:
                 logger.warning(
-                    f"{self._folder}: only {byte_size(free)} are free, less than the reserve of "
-                    f"{byte_size(reserve)}, and {plural(waiting, 'chunk')} wait for the hub. No "
-                    "new document is started until space is free; documents in progress continue."
+                    f"{self._folder}: only {byte_size(free)} of the reserve of "
+                    f"{byte_size(reserve)} are free, and {plural(waiting, 'chunk')} wait for the "
+                    "hub. No document is started until space is free."
                 )
         return self._is_low
 

@@ -18,7 +18,7 @@ import orjson
 from datatrove_ckpt.checkpoint import checksummed_lines, files
 from datatrove_ckpt.checkpoint.layout import PUBLISHING
 
-_ADVICE = "Check that no other run writes to the output folder, then remove this file."
+_ADVICE = "Check that no other run writes to the output, then remove this file."
 
 
 class PublishIntents:

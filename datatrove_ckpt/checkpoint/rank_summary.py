@@ -237,13 +237,10 @@ def find_ranks(checkpoints: Path) -> list[Path]:
         folders = layout.rank_folders(checkpoints)
     if not folders and layout.sample_folders(checkpoints):
         raise ConfigError(
-            f"{checkpoints} holds only samples (run --sample): the run has not begun. Start it "
-            "with the same command, without --sample."
+            f"{checkpoints} holds only samples (run --sample). Start the run without --sample."
         )
     if not folders:
-        raise ConfigError(
-            f"{checkpoints} contains no checkpoint: there is no folder like 00000 in it. {_GIVE}"
-        )
+        raise ConfigError(f"{checkpoints} contains no checkpoint: no folder like 00000. {_GIVE}")
     return folders
 
 
@@ -470,13 +467,13 @@ class ExpectedCommits:
             lost = f"but there were {self.known} when the task was last started."
         elif self.last is not None and unbroken <= self.last:
             lost = (
-                f"none of them for chunk {unbroken}, but {layout.last_chunk_of(self.folder)} says "
-                f"that all chunks up to {self.last} are done."
+                f"none of them for chunk {unbroken}, but by {layout.last_chunk_of(self.folder)} "
+                f"all chunks up to {self.last} are done."
             )
         elif self.documents is not None and read < self.documents:
             lost = (
-                f"for {read} documents, but {self.folder / layout.SHARD} says that this finished "
-                f"task has read {self.documents}."
+                f"for {read} documents, but {self.folder / layout.SHARD} says that the finished "
+                f"task read {self.documents}."
             )
         elif gap > MAX_GAP:
             lost = f"one of them for chunk {last}, but {gap} chunks before it are not done."
@@ -498,8 +495,7 @@ def scan_complete_commits(folder: Path, finished: bool, run: Json) -> tuple[dict
     if size < needed:
         raise CheckpointCorrupt(
             dead_letters,
-            f" has {size} bytes instead of {needed}: dead letters of committed chunks are lost. "
-            f"{_START_OVER}",
+            f" has {size} bytes instead of {needed}: dead letters are lost. {_START_OVER}",
         )
     return commits, end
 

@@ -159,8 +159,8 @@ def uncommitted_journals(
     if last - len(commits) > MAX_GAP:
         raise CheckpointCorrupt(
             layout.journal_path(folder, last),
-            " is the journal of a chunk that this run cannot have begun. Move the file out of the "
-            "task's folder.",
+            " is the journal of a chunk that this run has not begun. Move it out of the task's "
+            "folder.",
         )
     first = 0
     ends = chunk_ends(commits, records_per_chunk)

@@ -166,8 +166,8 @@ class RequestCache:
             if "database is locked" in str(error.__cause__):
                 check_sqlite_locks(path)
                 raise CheckpointLocked(
-                    f"Another process works on this task: it has {path} open. Wait for it to end, "
-                    "or stop it, and run the same command again."
+                    f"Another process works on this task: it has {path} open. Wait for it, or "
+                    "stop it, and run again."
                 ) from error
             self._set_aside(error)
         numbers = self._read("SELECT ifnull(max(rowid), 0) FROM request_cache")
@@ -207,8 +207,8 @@ class RequestCache:
                 files.disk.rename(source, aside.with_name(aside.name + suffix))
         files.disk.sync_dir(self.path.parent)
         logger.warning(
-            f"The request cache {self.path} is damaged ({error.__cause__}). It is kept as {aside}. "
-            "Its answers are requested again; finished documents are not affected."
+            f"The request cache {self.path} is damaged ({error.__cause__}). It is kept as "
+            f"{aside}. Its answers are requested again."
         )
         self._connection = self._open()
 

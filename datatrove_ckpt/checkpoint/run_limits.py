@@ -57,8 +57,8 @@ class RunTotals(Counts):
     @property
     def end(self) -> str:
         return (
-            f"{plural_is(self.written, 'document')} in the output files. What is finished is "
-            "saved. The same command with a higher limit continues."
+            f"{plural_is(self.written, 'document')} in the output files. The same command with a "
+            "higher limit continues."
         )
 
 
@@ -111,8 +111,8 @@ class Limits:
         end = totals.end
         if seconds:
             end += (
-                f" Processes read each other's costs every {seconds:.2g} s, and may go beyond the "
-                "limit by what they spend in between."
+                f" Processes read each other's costs every {seconds:.2g} s, and may exceed the "
+                "limit by that."
             )
         cost = totals.cost / 1e9 + self.cost_before
         tokens = totals.tokens + self.tokens_before

@@ -522,9 +522,7 @@ class Claims:
         if is_orphaned and record.alone:
             # Usually the machine causes a kill, not the rank.
             max_kills = self._max_attempts * 3
-            reason = (
-                f"the process that ran it was killed, {max_kills} times in a row without progress"
-            )
+            reason = f"its process was killed, {max_kills} times in a row without progress"
             record = self._ended(rank, record, reason, max_kills)
             if record.why:
                 owner = self._given_up
@@ -561,8 +559,7 @@ class Claims:
             progress = self._progress_of(rank)
         except Exception as error:  # a store may raise any error
             logger.warning(
-                f"The progress of task {rank} cannot be read: {error}. It counts as an attempt "
-                "without progress."
+                f"The progress of task {rank} cannot be read: {error}. It counts as none."
             )
             progress = record.reached
         return record.ended(reason, max_attempts, progress)

@@ -46,15 +46,13 @@ def run_job(config: Node, executor: PipelineExecutor, arguments: argparse.Namesp
         for name in ("retry_dead_letters", "fail_on_dead_letters"):
             if getattr(arguments, name):
                 flag = name.replace("_", "-")
-                raise ConfigError(f"--{flag}: is for a run of all tasks. Give it without --worker.")
+                raise ConfigError(f"--{flag}: is not for --worker.")
         from datatrove_ckpt.cli.kubernetes import refuse_other_kinds
 
         refuse_other_kinds(executor, "--worker")
         init_args = config["executor"].get("init_args") or {}
         if not init_args.get("logging_dir"):  # each worker would have one of its own
-            raise ConfigError(
-                "executor: logging_dir: --worker needs one, where workers find each other's claims."
-            )
+            raise ConfigError("executor: logging_dir: --worker needs one.")
         config["executor"]["init_args"] = init_args | {"workers": 1}
         executor.workers = 1
     if "kubernetes" in config:
@@ -85,22 +83,16 @@ def execute(executor: PipelineExecutor, config: Node, arguments: argparse.Namesp
         )
     if arguments.no_wait:
         if plan.tasks > 1:  # the first would end the others
-            raise ConfigError(
-                "--no-wait: is for a run of one task, and this run has more. Set tasks: 1, or "
-                "leave --no-wait out."
-            )
+            raise ConfigError("--no-wait: is for a run of one task. Set tasks: 1, or leave it out.")
         plan = _changed(executor, plan, no_wait=True)
     if arguments.cancel:
         if not hasattr(executor, "cancel"):
             raise ConfigError(
-                "--cancel: cancels Hugging Face Jobs. Stop any other run by a signal, or scancel."
+                "--cancel: is for Hugging Face Jobs. Stop other runs by a signal, or scancel."
             )
         jobs = executor.cancel()
-        message = (
-            f"Canceled {plural(jobs, 'job')}. What they have uploaded is kept. To resume: run "
-            "again."
-        )
-        say(message if jobs else "No job of this run waits or runs, so none was canceled.")
+        message = f"Canceled {plural(jobs, 'job')}. To resume: run again."
+        say(message if jobs else "No job of this run waits or runs.")
         return 0
     if arguments.dry_run:
         full = FullConfig(config)
@@ -127,16 +119,15 @@ def _checked_run(
         with interruption:
             if arguments.fail_on_dead_letters and plan.submits:
                 raise ConfigError(
-                    "--fail-on-dead-letters: this command ends before the job's tasks do. Leave "
-                    "the flag out; `datatrove-ckpt status` counts the dead letters."
+                    "--fail-on-dead-letters: this command only submits. Leave the flag out; "
+                    "`datatrove-ckpt status` counts dead letters."
                 )
             if arguments.retry_dead_letters:
                 incomplete = plan.incomplete(skip_completed=True)
                 if incomplete:  # datatrove would mark it as complete although its input is not done
                     raise ConfigError(
                         f"--retry-dead-letters: {len(incomplete)} of {plan.tasks} tasks are not "
-                        f"finished (task {incomplete[0]} is the first). Finish them first: run the "
-                        "same command without it."
+                        f"finished (task {incomplete[0]} is the first). First run without it."
                     )
                 plan = _changed(executor, plan, retry_dead_letters=True)
             if plan.retries:  # datatrove's executors, and a flag, leave it as it was
@@ -253,10 +244,7 @@ def _execute(
 
 def _interrupted(interruption: Interruption, argv: Sequence[str]) -> int:
     number = interruption.number or signal.SIGINT
-    note(
-        f"interrupted by {signal.Signals(number).name}; what is finished is saved. To resume: "
-        f"{shlex.join(argv)}"
-    )
+    note(f"interrupted by {signal.Signals(number).name}. To resume: {shlex.join(argv)}")
     return 128 + number
 
 
@@ -299,4 +287,4 @@ def advise(error: Exception, plan: RunPlan, argv: Sequence[str] = ()) -> None:
         holds_input = any(Path(data.path).absolute().is_relative_to(folder) for data in inputs)
         if folder.is_dir() and not holds_input:
             move = shlex.join(["mv", str(folder), str(files.free_name(folder, "."))])
-            error.add_note(f"To start over, move what is there aside while no task runs: {move}")
+            error.add_note(f"To start over, move it aside while no task runs: {move}")

@@ -309,8 +309,8 @@ class SavedInput:
             return self._save_table(rows)
         if not isinstance(rows, Iterable) or isinstance(rows, Mapping | bytes):
             raise ConfigError(
-                "input: takes a path, a list or an iterator of texts or dictionaries, a "
-                f"DataFrame, or a dataset (one split); it is {type(rows).__name__}."
+                "input: takes a path, texts or dictionaries, a DataFrame, or a dataset (one "
+                f"split); it is {type(rows).__name__}."
             )
         return self.save_lines(_lines(rows), "rows")
 
@@ -393,8 +393,8 @@ def _lines(rows: Iterable[object]) -> Iterator[bytes]:
             _refuse_other_keys(dict(row))
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"input: row {number} does not fit into JSON: {error}. A DataFrame, a "
-                "pyarrow.Table or a Dataset keeps its types."
+                f"input: row {number} does not fit into JSON: {error}. A DataFrame, "
+                "pyarrow.Table or Dataset keeps types."
             ) from None
         yield line
 
@@ -407,8 +407,8 @@ def _refuse_path(row: object) -> None:
         is_path = is_file_name or ("/" in row and os.path.exists(row))  # noqa: PTH110 (any text)
     if is_path:
         raise ConfigError(
-            f"input: row 0 is {str(row)!r}, a path. Give several files as a pattern or a folder, "
-            'such as documents/*.jsonl; or give texts that look like paths as {"text": ...}.'
+            f"input: row 0 is {str(row)!r}, a path. Give files as a pattern or a folder, such as "
+            'documents/*.jsonl; or texts as {"text": ...}.'
         )
 
 
@@ -427,7 +427,7 @@ def _refuse_other_keys(value: object) -> None:
 def _compared(path: Path, is_equal: bool) -> Path:
     if not is_equal:
         raise ConfigError(
-            f"input: its rows differ from {path}, with which the run has begun. Give the same "
-            f"rows, another run_folder, or {path} as the input."
+            f"input: its rows differ from {path} of this run. Give the same rows, another "
+            f"run_folder, or {path} as the input."
         )
     return path

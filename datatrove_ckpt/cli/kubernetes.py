@@ -34,9 +34,8 @@ def k8s(arguments: argparse.Namespace) -> int:
     lost = run_plan.lost_with_disk(plan, job.is_kept)
     if lost:
         raise ConfigError(
-            f"{_SECTION}: a pod starts with an empty disk, which goes with it. Set to a URL "
-            "(s3://..., hf://buckets/...), or to a folder on a claim of kubernetes.volumes: "
-            f"{'; '.join(lost)}."
+            f"{_SECTION}: a pod's disk goes with it. Set to a URL (s3://..., hf://buckets/...), "
+            f"or a folder on a claim of kubernetes.volumes: {'; '.join(lost)}."
         )
     run_plan.refuse_without_claims(plan)
     run_plan.note_workers(job.workers or 0, plan.tasks)
@@ -47,14 +46,14 @@ def k8s(arguments: argparse.Namespace) -> int:
         metadata["namespace"] = job.namespace
     files, left_out = kubernetes.config_map(FullConfig(config).text(), plan, metadata)
     for module in left_out:
-        note(f"{module}: is not in the ConfigMap: it must be in the image.")
+        note(f"{module}: must be in the image.")
     printed = kubernetes.manifest(plan, job, files, workers)
     in_files = yaml_config.leaves(files["data"], "ConfigMap")
     for yaml_path, text in [*in_files, *yaml_config.leaves(printed["spec"], "Job")]:
         if isinstance(text, str) and (yaml_config.MASK in text or may_hold_secret(text)):
             raise ConfigError(
-                f"{yaml_path}: holds what may be a secret. Let the job read it from the "
-                f"environment, out of a Secret that {_SECTION}.secrets names."
+                f"{yaml_path}: holds what may be a secret. Let the job read it from a Secret "
+                f"that {_SECTION}.secrets names."
             )
     say(f"{dump(files)}---\n{dump(printed)}".rstrip())
     return 0
@@ -69,12 +68,12 @@ def refuse_other_kinds(executor: PipelineExecutor, command: str) -> None:
     if not hasattr(executor, "run_worker"):
         name = type(executor).__name__
         raise ConfigError(
-            f"{command} needs LocalPipelineExecutor (a job without slurm and jobs); it is {name}.",
+            f"{command} needs LocalPipelineExecutor (no slurm, no jobs); it is {name}.",
             setting="executor",
         )
     if executor.depends is not None:
         raise ConfigError(
-            "depends: each worker would run that job. Run it first, and remove depends.",
+            "depends: run that job first, and remove depends.",
             setting="executor",
         )
 
@@ -92,8 +91,8 @@ def kubernetes_job(sections: short_form.Node, plan: run_plan.RunPlan) -> kuberne
     saving = _TO_SAVE + max(stops, default=0.0)
     if drain + saving > job.grace_seconds:
         raise ConfigError(
-            f"{_SECTION}: grace_seconds: {job.grace_seconds} s are too few: the drain takes up to "
-            f"{drain:g} s (drain_seconds), saving and server_stop_timeout_sec {saving:g} s. Set it "
-            f"to at least {drain + saving:g}, or drain_seconds lower."
+            f"{_SECTION}: grace_seconds: {job.grace_seconds} s are too few for drain_seconds "
+            f"({drain:g} s), saving and server_stop_timeout_sec ({saving:g} s). Set at least "
+            f"{drain + saving:g}, or lower drain_seconds."
         )
     return job

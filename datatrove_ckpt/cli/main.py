@@ -30,30 +30,29 @@ from datatrove_ckpt.process.gc_tuning import gc_paused
 _Argument = tuple[tuple[str, ...], JsonObject]
 
 OVERRIDES_HELP = """\
-a whole job, or a change of one in the short form, by the names of its settings:
+a job, or changes of one, in the short form:
   --input documents/ --prompt "Summarise: {text}" --endpoint http://127.0.0.1:8000 --model m
   --run-folder runs/x --max-tokens 60
-in the long form by path; init_args is left out, steps count from 0:
+in the long form (without init_args, steps from 0):
   --executor.tasks=4
   --pipeline.1.config.max_concurrent_generations=8
   --pipeline.1.rollout_fn.prompt="Summarise: {text}"
 """
 _WHAT_HELP = """\
-WHAT is a run folder (run_folder), a checkpoint folder (checkpoints_local_dir), its mirror
-(checkpoints_remote_dir: s3://, hf://, a path), or the YAML file of the run, with the overrides that
-the run had:
+WHAT is a run_folder, a checkpoints_local_dir, its mirror (checkpoints_remote_dir), or the run's
+YAML file with its overrides:
   --pipeline.1.checkpoints_local_dir=other/checkpoints
 """
 _EPILOG = """
 exit codes:
   0  done; for doctor, verify, repair: no problem
-  1  stopped by an error, or problems were found; after run, the same command resumes
+  1  an error, or problems; after run, the same command resumes
   2  a mistake in a file or on the command line; nothing was started
-  3  verify: no problem, but something is not finished
+  3  verify: something is not finished
   4  run: max_cost or max_total_tokens is reached; a higher limit resumes
-  128 + n  ended by signal n, so 130 for Ctrl-C; after run, the same command resumes
+  128 + n  ended by signal n; after run, the same command resumes
 
-datatrove-ckpt COMMAND --help explains each command, with examples and its exit codes.
+datatrove-ckpt COMMAND --help explains each command.
 """
 
 
@@ -85,8 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"{flag}: its value is missing")
     if not overrides and getattr(arguments, "config", "") is None:
         parser.error(
-            "CONFIG is missing, or the job as flags: --input ... --prompt ... --model ... "
-            "--run-folder ..."
+            "CONFIG is missing, or flags: --input ... --prompt ... --model ... --run-folder ..."
         )
     arguments.overrides = overrides
     arguments.command = ["datatrove-ckpt", *typed]
@@ -117,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 _INSTEAD = {
-    "--force": " A run replaces nothing: choose another run_folder.",
+    "--force": " Choose another run_folder.",
     "--resume": " The same command resumes.",
     "--wandb": " Use --mlflow.",
 }
@@ -140,7 +138,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         hint = ""
         if message.startswith("unrecognized"):
-            hint = ". Flags have two dashes; a pattern, or a value with spaces, needs quotes."
+            hint = ". Flags have two dashes; patterns, and values with spaces, need quotes."
         if re.search(r"argument COMMAND: .* '\S+\.ya?ml'", message):
             hint = ". Write run before the file."
         super().error(f"{message}{hint}")
@@ -218,14 +216,12 @@ def _flag(name: str, help: str) -> _Argument:
     return (name,), {"action": "store_true", "help": help}
 
 
-_CONFIG = _argument("CONFIG", "YAML file; none: the flags are the whole job", nargs="?")
-_WHAT = _argument(
-    "WHAT", "run folder, checkpoint folder, URL of its mirror, or YAML file of the run"
-)
-_JSON = _flag("--json", "print one JSON object instead of text")
+_CONFIG = _argument("CONFIG", "YAML file; without it, flags are the job", nargs="?")
+_WHAT = _argument("WHAT", "run folder, checkpoint folder, mirror's URL, or YAML file")
+_JSON = _flag("--json", "print JSON")
 _OUTPUT = _argument("FOLDER", "the output folder, if job.json names another", "--output")
-_FULL = _flag("--full", "also read all output and compare its content")
-_STEP = _argument("NAME", "of a run with steps: which of them; default: the last", "--step")
+_FULL = _flag("--full", "also compare the content of all output")
+_STEP = _argument("NAME", "which step; default: the last", "--step")
 
 
 _COMMANDS: list[tuple[str, str, str, tuple[_Argument, ...]]] = []
@@ -248,33 +244,31 @@ def _command(module: str, *arguments: _Argument) -> Callable[[Callable[[], None]
 @_command(
     "run",
     _CONFIG,
-    _flag("--dry-run", "build everything, print the long form and Slurm's script, run nothing"),
+    _flag("--dry-run", "print the long form and Slurm's script, run nothing"),
     _flag("--print-config", "print the long form of the job, run nothing"),
     _flag(
         "--retry-dead-letters",
-        "process the dead letters of a finished run, into output files of their own, instead of "
-        "the input",
+        "process a finished run's dead letters, into output files of their own",
     ),
     _argument(
         "N",
-        "send N documents, print questions and answers, and write no output",
+        "send N documents, print the answers, write no output",
         "--sample",
         type=_count,
     ),
     _flag(
         "--worker",
-        "run tasks that no other process runs, until there is none; start any number of them",
+        "run free tasks until there is none; start any number of workers",
     ),
-    _flag("--cancel", "cancel the Hugging Face Jobs of this run, start none"),
+    _flag("--cancel", "cancel this run's Hugging Face Jobs"),
     _flag(
         "--no-wait",
-        "end with exit code 75 while batches are at the provider (provider_batches)",
+        "exit code 75 while provider_batches are open",
     ),
-    _flag("--fail-on-dead-letters", "exit code 1 if dead letters are left at the end"),
+    _flag("--fail-on-dead-letters", "exit code 1 if dead letters are left"),
     _argument(
         "STEP",
-        "move a step, and what depends on it, aside, and run them anew; rows that have not changed "
-        "keep their answers",
+        "run a step, and what depends on it, anew; unchanged rows keep their answers",
         "--redo",
         action="append",
     ),
@@ -316,7 +310,7 @@ def run() -> None:
     ),
     _argument(
         "SETTINGS",
-        "of the model, as YAML, to try in place of those that tune thinks of; repeatable",
+        "of the model, as YAML, to try instead; repeatable",
         "--try",
         action="append",
         default=[],
@@ -324,7 +318,7 @@ def run() -> None:
     ),
     _argument(
         "PRICE",
-        "of a GPU for an hour, to show the cost of a million rows",
+        "of a GPU hour, for the cost of a million rows",
         "--gpu-hour",
         type=float,
     ),
@@ -395,7 +389,7 @@ def doctor() -> None:
     "status",
     _WHAT,
     _JSON,
-    _flag("--all", "also print a line for every task"),
+    _flag("--all", "also print each task"),
 )
 def status() -> None:
     """Show how far a run is, and which tasks need attention; also during the run.
@@ -447,7 +441,7 @@ def batches() -> None:
 @_command(
     "output_commands",
     _WHAT,
-    _argument("FILE", "report.html in the run folder, or here; - prints it", "-o", "--output"),
+    _argument("FILE", "default: report.html in the run folder; - prints it", "-o", "--output"),
 )
 def report() -> None:
     """Write one HTML page about a run: sums, rates, interruptions.
@@ -471,10 +465,10 @@ def report() -> None:
     "output_commands",
     _WHAT,
     _argument("N", "how many; default: 5", "--n", type=_count, default=5),
-    _argument("ID", "those with this id, as a whole", "--id"),
-    _argument("TEXT", "those with this in their text or answer, in upper or lower case", "--grep"),
-    _flag("--dead", "dead letters that no finished retry has taken, with their causes"),
-    _argument("SELECT", "of a run with steps: the first rows of a query over them", "--sql"),
+    _argument("ID", "those with this id", "--id"),
+    _argument("TEXT", "those with this in their text or answer, in any case", "--grep"),
+    _flag("--dead", "dead letters that no retry has taken, with causes"),
+    _argument("SELECT", "first rows of a query over steps", "--sql"),
     _STEP,
     _OUTPUT,
 )
@@ -530,17 +524,15 @@ def export() -> None:
     "track",
     _WHAT,
     _argument(
-        "URI", 'MLflow\'s server, "databricks", a folder or a database', "--mlflow", required=True
+        "URI", 'MLflow\'s server, "databricks", a folder, a database', "--mlflow", required=True
     ),
     _argument(
         "NAME",
-        "MLflow's experiment, made if there is none",
+        "MLflow's experiment, made if missing",
         "--experiment",
         default="datatrove-ckpt",
     ),
-    _argument(
-        "NAME", "the run's name there; default: that of its folder", "--name", dest="name_of_run"
-    ),
+    _argument("NAME", "the run's name there; default: its folder's", "--name", dest="name_of_run"),
 )
 def track() -> None:
     """Send what a run does to MLflow, until no task is at work.
@@ -590,10 +582,10 @@ def verify() -> None:
     _FULL,
     _argument(
         "DIR",
-        "the executor's logging_dir; its completion markers of repaired tasks are removed",
+        "the executor's logging_dir, to remove the markers of repaired tasks",
         "--logging-dir",
     ),
-    _flag("--dry-run", "print what would be done, and do nothing"),
+    _flag("--dry-run", "print what would be done"),
 )
 def repair() -> None:
     """Let the next run process damaged chunks again.

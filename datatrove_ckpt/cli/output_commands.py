@@ -42,7 +42,7 @@ def show(arguments: argparse.Namespace) -> int:
     if arguments.sql is not None:
         steps = steps_of(arguments)
         if not steps:
-            raise ConfigError("--sql: asks the steps of a run. Give the run folder of such a run.")
+            raise ConfigError("--sql: give the run folder of a run with steps.")
         return step_status.show(steps, arguments)
     printed = 0
     max_length = _MOST if arguments.id is None else None
@@ -66,8 +66,8 @@ def show(arguments: argparse.Namespace) -> int:
         say("There is no such dead letter.")
     elif not printed:
         say(
-            "The output files have no such document. A file appears when a chunk is complete; what "
-            "was dropped, and dead letters, are counted by `datatrove-ckpt status`."
+            "The output files have no such document. `datatrove-ckpt status` counts documents in "
+            "unfinished chunks, dropped ones and dead letters."
         )
     return int(not printed)
 
@@ -77,7 +77,7 @@ def export(arguments: argparse.Namespace) -> int:
         count, report = write_export(location, arguments.target)
     limitation = ""
     if report.unfinished or {"corrupt", "rank"} & {problem.kind for problem in report.problems}:
-        limitation = ". The run is not finished: these are the documents of its complete chunks"
+        limitation = ". The run is not finished: these are its complete chunks"
     noun = "row" if report.sums.numbers.rows else "document"
     say(f"{plural(count, noun)} in {arguments.target}{limitation}.")
     return 0
@@ -158,8 +158,8 @@ def show_sample(
         counted = f"{counted}, {dropped} of them dropped"
     reuse = "The run sends these requests again"
     if sent.is_kept:
-        reuse = "The run takes these answers where it sends the same requests"
-    say(f"{counted}. {reuse}, and no other document was sent.")
+        reuse = "The run takes these answers for the same requests"
+    say(f"{counted}. {reuse}.")
     return sent, int(failed == len(documents))
 
 
@@ -212,9 +212,7 @@ def _verified(location: RunLocation, full: bool) -> tuple[JsonObject, list[str]]
     runs = [report.job, *(rank.run for rank in report.ranks)]
     accepted = (change for run in runs for change in run.get("accepted_changes", []))
     for name, old, new in mixed_settings(accepted):
-        lines.append(
-            f"accept_changes: {name} was {old} for some of the documents, and {new} for others."
-        )
+        lines.append(f"accept_changes: {name} was {old} for some documents, and {new} for others.")
     sums = report.sums
     counts = sums.counts
     summary = plural_or_no(len(report.problems), "problem")
@@ -287,7 +285,7 @@ def repair(arguments: argparse.Namespace) -> int:
         lines = list(plan.describe())
         is_needed = plan.ranks or plan.markers
         if plan.unrepaired and not is_needed:
-            lines.append("There is nothing that repair can do.")
+            lines.append("Repair can do nothing.")
         elif not is_needed:
             lines.append("There is nothing to repair.")
         for line in lines:
@@ -306,9 +304,6 @@ def repair(arguments: argparse.Namespace) -> int:
             markers = ""
             if numbers and plan.logging_dir is None:
                 names = ", ".join(f"LOGGING_DIR/completions/{number:05d}" for number in numbers)
-                markers = (
-                    f" Now remove {names}, where they exist, or repair again with --logging-dir "
-                    "LOGGING_DIR."
-                )
+                markers = f" Now remove {names}, or repair again with --logging-dir LOGGING_DIR."
             say(f"Done.{markers} {again}.")
     return int(bool(plan.unrepaired))

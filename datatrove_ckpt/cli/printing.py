@@ -78,8 +78,7 @@ def write_page(output: str | None, checkpoints: Path, page: str, of: str) -> int
         return 0
     if Path(target).is_dir():
         raise errors.ConfigError(
-            f"--output: {target} is a folder. Give the name of a file, such as "
-            f"{target}/report.html."
+            f"--output: {target} is a folder. Name a file, such as {target}/report.html."
         )
     text = page.encode()
     try:

@@ -113,8 +113,8 @@ def read_config(path: str | None, overrides: list[str], inspect_only: bool = Fal
         use_form(path or "the command line")
         if "steps" in config:
             raise ConfigError(
-                f"{form()}: steps: a pod has no place for the queries between them, and tune takes "
-                "the job of one run."
+                f"{form()}: steps: a pod has no place for the queries between them, and tune "
+                "takes one run."
             )
         if "dead_letters" in config:
             raise ConfigError(f"{form()}: dead_letters: is for a job with steps.")
@@ -140,7 +140,7 @@ def read_job(path: str | None, overrides: list[str]) -> Node:
     ).items():
         if times > 1:
             raise ConfigError(
-                f"{name}: given {times} times. Give it once; several files are a pattern or a "
+                f"{name}: given {times} times. Give it once; for several files, a pattern or a "
                 "folder."
             )
     if "executor" not in config:
@@ -148,8 +148,8 @@ def read_job(path: str | None, overrides: list[str]) -> Node:
             yaml_config.set_at_path(config, override, ShortJob)
     elif short:
         raise ConfigError(
-            f"{short[0].partition('=')[0]}: {path} is in the long form, where a setting has a "
-            "path, such as --pipeline.1.config.max_concurrent_generations."
+            f"{short[0].partition('=')[0]}: {path} is in the long form: write "
+            "--pipeline.1.config.max_concurrent_generations, for example."
         )
     return config
 
@@ -180,19 +180,14 @@ def expand(short: Node, inspect_only: bool = False, rows: object = None) -> Node
         job = yaml_config.construct(ShortJob, form_settings, form())
         elsewhere = job.elsewhere
         if len(elsewhere) > 1 and elsewhere != ["slurm", "kubernetes"]:
-            raise ConfigError(
-                f"{', '.join(elsewhere)}: are different places to run. Give one of them."
-            )
+            raise ConfigError(f"{', '.join(elsewhere)}: give only one.")
         if job.workers != 1 and elsewhere:
-            raise ConfigError(
-                f"workers: are processes of this machine. Write them inside `{elsewhere[0]}`."
-            )
+            raise ConfigError(f"workers: write them inside `{elsewhere[0]}`.")
         if job.is_remote and job.jobs is None:
             raise ConfigError(
                 f"run_folder: must be a folder of this machine; it is {job.run_folder}. For "
-                "Hugging Face Jobs, add `jobs: {}`. For the output alone, give a folder here: "
-                "--print-config then writes the long form, in which a URL can replace "
-                '"output_folder".'
+                "Hugging Face Jobs, add `jobs: {}`. For a remote output alone, change "
+                "output_folder in the long form (--print-config)."
             )
         recorded = _recorded(job, short)
         mirror = short.get("checkpoints_remote_dir")
@@ -289,7 +284,7 @@ def _as_batch(job: ShortJob, job_input: JobInput, reader: Node, short: Node) -> 
     if not is_told and (job.prompt or job.rollout or job.task or short.get("prompt_column")):
         return job
     if is_told and reader["class_path"] not in ("JsonlReader", ""):
-        raise ConfigError("task: batch is for JSON lines, and the input has none.")
+        raise ConfigError("task: batch is for JSON lines.")
     model = job.model
     first: Node = {}
     if job_input.inspect_only:
@@ -327,8 +322,8 @@ def _allow_no_text(
             from loguru import logger
 
             logger.info(
-                "The first row has no text, so no row needs one. If one of "
-                f"{', '.join(first.metadata)} has the texts, give it as text_key."
+                "The first row has no text, so none is needed. If one of "
+                f"{', '.join(first.metadata)} is the text, set text_key."
             )
         return
     arguments = rollout["init_args"]
@@ -362,12 +357,12 @@ def _executor(job: ShortJob, executor: Node, configs: dict[str, Node]) -> Node:
 def _text(name: str, value: object, inspect_only: bool) -> object:
     """Replaces a prompt or schema ``@FILE`` by the content of the file."""
     if value == "" and name in NAMES:
-        raise ConfigError(f"{name}: is empty. Leave it out, or write null for no value.")
+        raise ConfigError(f"{name}: is empty. Leave it out, or write null.")
     is_schema = name == "json_schema"
     if not (is_schema or name.endswith("prompt")):
         return value
     if re.fullmatch(r"[^\s@{]+\.(txt|md|json|ya?ml)", str(value)):
-        raise ConfigError(f'{name}: is the name of a file. For what it holds, write "@{value}".')
+        raise ConfigError(f'{name}: is a file\'s name. For its content, write "@{value}".')
     if not str(value).startswith("@"):
         return value
     path = Path(str(value)[1:]).expanduser()
@@ -408,7 +403,7 @@ def _rollout(job: ShortJob, short: Node) -> object:
         prompts["prompt"] = job.prompt
     if job.task is not None:
         if name is not None:
-            raise ConfigError("task: is a rollout of its own. Give it or rollout, not both.")
+            raise ConfigError("task: give it or rollout, not both.")
         class_path, arguments = _TASKS[job.task]
         return node(class_path, **arguments, **prompts)
     if name is None and (prompts or short.get("prompt_column") is not None):
@@ -417,8 +412,8 @@ def _rollout(job: ShortJob, short: Node) -> object:
         return node(str(name), **prompts)
     if name is None:
         raise ConfigError(
-            "prompt: is missing; give it, or rollout (my_module.my_function), or for rows with a "
-            "list of messages prompt_column."
+            "prompt: is missing; give it, rollout (my_module.my_function), or prompt_column for "
+            "lists of messages."
         )
     if prompts:
         raise ConfigError("prompt: give it or rollout, not both.")
@@ -429,7 +424,7 @@ def _rollout(job: ShortJob, short: Node) -> object:
 
 def _server(job: ShortJob, short: Node, inspect_only: bool) -> Node:
     if job.model is None:
-        hint = "a name on the hub, or the path of a GGUF file"
+        hint = "a name on the hub, or a GGUF file"
         if job.endpoint or short.get("endpoints"):
             hint = "the name that the endpoint knows"
         raise ConfigError(f"model: is missing; give {hint}.")
@@ -444,7 +439,7 @@ def _server(job: ShortJob, short: Node, inspect_only: bool) -> Node:
         config["default_generation_params"] = sampling
     if sampling and job.task in ("embed", "classify"):
         name = next(iter(sampling))
-        raise ConfigError(f"{name}: nothing is generated by task: {job.task}. Remove it.")
+        raise ConfigError(f"{name}: is not for task: {job.task}. Remove it.")
     if short.get("endpoints") is not None:
         if job.endpoint is not None:
             raise ConfigError("endpoint: give it or endpoints, not both.")
@@ -461,8 +456,7 @@ def _server(job: ShortJob, short: Node, inspect_only: bool) -> Node:
     # A login node without GPUs may look at the run.
     if sharing and not (gpus or inspect_only or job.elsewhere or "server_type" in short):
         raise ConfigError(
-            f"{min(sharing)}: divides a model among GPUs, and this machine shows none (nvidia-smi, "
-            "CUDA_VISIBLE_DEVICES)."
+            f"{min(sharing)}: this machine shows no GPU (nvidia-smi, CUDA_VISIBLE_DEVICES)."
         )
     is_gguf = job.model.startswith(("package://", "hf://")) or job.model.endswith(".gguf")
     if is_gguf or (not gpus and not job.elsewhere):
@@ -508,8 +502,8 @@ def _input(job: ShortJob, inspect_only: bool, rows: object, saved: SavedInput) -
         return job.input
     if job.is_remote:
         raise ConfigError(
-            "input: standard input, queries and rows of Python are kept in run_folder, a "
-            f"folder of this machine; it is {job.run_folder}. Give the path of a file."
+            "input: standard input, queries and Python rows need a local run_folder; it is "
+            f"{job.run_folder}. Give a file."
         )
     if isinstance(job.input, dict):
         return _query(job.input, inspect_only, saved)
@@ -521,9 +515,7 @@ def _input(job: ShortJob, inspect_only: bool, rows: object, saved: SavedInput) -
         path = saved.save_rows(rows)
     elif data:
         if not data.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
-            raise ConfigError(
-                "input: standard input holds no JSON lines. Save it, and name the file."
-            )
+            raise ConfigError("input: standard input is no JSON lines. Name a file.")
         saved.save_lines([data], "stdin")
     elif not (inspect_only or path.exists()):
         raise ConfigError("input: standard input is empty.")
@@ -570,5 +562,5 @@ def _answer(job_input: JobInput, reader: Node, rollout: object) -> object:
     free = free_answer(columns)
     from loguru import logger
 
-    logger.info(f"The input has a column 'answer', so the column of the answers is {free!r}.")
+    logger.info(f"The input has a column 'answer', so answers are in {free!r}.")
     return free

@@ -67,14 +67,11 @@ def batches(arguments: argparse.Namespace) -> int:
             if problem is not None:
                 problems.append(problem)
                 continue
-            say(
-                f"The provider has forgotten {batch.id}. The next run sends its requests, and pays "
-                "for them, again."
-            )
+            say(f"The provider has forgotten {batch.id}. The next run pays for its requests again.")
     if problems:
         say(
             "\n".join(filter(None, problems))
-            or "All are being canceled, and listed until the run collects them."
+            or "All are being canceled; the run still collects them."
         )
     return int(any(problems))
 
@@ -103,10 +100,7 @@ def describe(state: RunState) -> Iterator[str]:
 
 def _what_next(state: RunState) -> Iterator[str]:
     if state.is_damaged:
-        yield (
-            "Nothing runs, and `run` refuses to start with this, unless a mirror has what is "
-            "missing."
-        )
+        yield ("Nothing runs, and `run` refuses to start, unless a mirror has what is missing.")
         return
     if state.is_finished:
         return
@@ -122,12 +116,12 @@ def _what_next(state: RunState) -> Iterator[str]:
             log = f" Log: {state.logs}/logs/task_{failed[0]:05d}.log."
         yield (
             f"Nothing runs. First correct what ended {plural(len(failed), 'task')} "
-            f"({ranges(failed)}), or the same error comes again.{log} To resume then: {command}"
+            f"({ranges(failed)}).{log} To resume: {command}"
         )
     else:
         yield (
-            "Nothing runs at the moment, and the run is not finished. To resume, unless a queue or "
-            f"another node is about to: {command}"
+            "Nothing runs now, and the run is not finished. To resume, unless a queue or another "
+            f"node will: {command}"
         )
 
 
@@ -161,8 +155,8 @@ def _describe_trouble(state: RunState) -> Iterator[str]:
     if 2 * done.dead > done.read >= 20:
         often = "".join(f", most often {cause}" for cause, _ in state.causes.most_common(1))
         yield (
-            f"More than half of the documents are dead letters{often}. Correct that, and retry "
-            "them at the end."
+            f"Over half of the documents are dead letters{often}. Correct that, and retry them "
+            "at the end."
         )
     elif not troubled:
         yield "No task needs attention."

@@ -75,7 +75,7 @@ _OF_TYPE = {"string": "", "integer": 1, "number": 0.5, "boolean": True}
 _RESERVED = ("input", "output", "checkpoints", "logs")
 _REFUSED = {
     "kubernetes": "a pod has no place for the queries between them",
-    "jobs": "a job's disk goes with it, and queries need the rows of the steps before",
+    "jobs": "a job's disk goes with it, and queries need earlier rows",
     "output_format": "queries read Parquet. For another format: datatrove-ckpt export",
 }
 
@@ -251,7 +251,7 @@ def read_steps(short: Node, source: str) -> list[Step]:
         is_name = re.fullmatch(r"[A-Za-z]\w*", str(name)) and name not in _RESERVED
         if not is_name or name.lower() in map(str.lower, steps):
             raise ConfigError(
-                f"{label}: a step has a name of its own, of letters, digits and _, and none of "
+                f"{label}: take another name, of letters, digits and _, and none of "
                 f"{', '.join(_RESERVED)}."
             )
         if not isinstance(node, dict):
@@ -417,8 +417,8 @@ def _naming(step: Step) -> Iterator[None]:
     except CheckpointMismatch as error:
         files.disk.remove(step.folder.with_name(_REDO))  # which cannot continue
         error.add_note(
-            f"This is the first step that has changed: {step.label}. Undo the change, or run with "
-            f"--redo {step.name}, which runs this step and what depends on it anew."
+            f"The first changed step: {step.label}. Undo the change, or run with --redo "
+            f"{step.name}, for this step and what depends on it."
         )
         raise
 

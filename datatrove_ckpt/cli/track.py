@@ -189,8 +189,8 @@ def track(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--mlflow: {missing}")
     if holds_credentials(arguments.mlflow):
         raise ConfigError(
-            "--mlflow: other users can see a user or a password in the URI. Set "
-            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment."
+            "--mlflow: other users can see credentials in the URI. Export "
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."
         )
     service = partial(MlflowRun, uri=arguments.mlflow, experiment=arguments.experiment)
     with open_run(arguments, wanted_files) as location:

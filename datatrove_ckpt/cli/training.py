@@ -83,8 +83,8 @@ def _ranks(state: TrainingState) -> Iterator[tuple[str, str]]:
     first = signs[0]
     yield (
         "ranks",
-        f"{len(signs)} of {first['ranks']}, the last heartbeat {newest} ago; the oldest {oldest} "
-        f"ago at step {first['step']}, rank {first['rank']} on {first['host']}",
+        f"{len(signs)} of {first['ranks']}, last heartbeat {newest} ago; oldest {oldest} ago at "
+        f"step {first['step']}, rank {first['rank']} on {first['host']}",
     )
     variables = {f"{each}={value}" for sign in signs for each, value in sign["variables"].items()}
     if variables:

@@ -178,15 +178,15 @@ def load(path: str | Path) -> JsonObject:
     hint = ""
     if Path(path).suffix not in (".yaml", ".yml"):
         hint = (
-            " Is it the input? Write --input before it; several files are a folder, or a pattern "
-            "in quotes, such as 'documents/*.jsonl'."
+            " If it is the input, write --input before it; for several files, a folder, or a "
+            "pattern such as 'documents/*.jsonl'."
         )
     try:
         job = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
     except (OSError, UnicodeError) as error:
         raise ConfigError(
-            f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}. Give the YAML "
-            "file of a job, or flags alone, such as --input."
+            f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}. Give a job's "
+            "YAML file, or flags, such as --input."
         ) from None
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
@@ -199,8 +199,8 @@ def load(path: str | Path) -> JsonObject:
         raise ConfigError(f"{path}{location}: not valid YAML: {problem}.{hint}") from None
     if not isinstance(job, dict) or not job.keys() & {"executor", "run_folder", "input"}:
         raise ConfigError(
-            f'{path}: must have the key "executor" at the top, with class_path and init_args; or '
-            f"those of the short form: run_folder, input, prompt and model.{hint}"
+            f'{path}: needs at the top "executor", with class_path and init_args; or run_folder, '
+            f"input, prompt and model.{hint}"
         )
     if "executor" in job:
         refuse_unknown(job, ["executor", "kubernetes"], str(path))
@@ -218,8 +218,8 @@ def build(job: JsonObject) -> Any:
     for yaml_path, value in leaves(job["executor"], "executor"):
         if value == MASK:
             raise ConfigError(
-                f"{yaml_path}: its value was hidden by --dry-run, because it may be a secret. "
-                "Write it in its place, into a file that only you can read."
+                f"{yaml_path}: --dry-run hid its value. Write it into a file that only you can "
+                "read."
             )
     return _build(job["executor"], "executor", PipelineExecutor)
 
@@ -267,8 +267,8 @@ def construct(cls: type[_Built], arguments: object, label: str) -> _Built:
         refuse_unknown(arguments, list(parameters), label)
     if "api_key_env" in parameters and arguments.get("api_key"):
         raise ConfigError(
-            f"{_inside(label, 'api_key')}: a key does not belong into a file. Export it where the "
-            "tasks run, and write api_key_env: NAME_OF_ITS_VARIABLE instead."
+            f"{_inside(label, 'api_key')}: a key does not belong into a file. Export it where "
+            "the tasks run, and write api_key_env: NAME_OF_ITS_VARIABLE."
         )
     values = {
         key: _value(argument_hint(cls, key), value, label, key) for key, value in arguments.items()
@@ -366,8 +366,8 @@ def import_name(path: object, yaml_path: str, kind: str = "class") -> Any:
     """
     if re.search(r"[/:]|\.py$", str(path)):
         raise ConfigError(
-            f'{yaml_path}: "{path}" names a file. Write its import path, such as '
-            "my_module.my_name, as seen from the folder where the command runs."
+            f'{yaml_path}: "{path}" names a file. Write an import path, such as '
+            "my_module.my_name, from the working folder."
         )
     module_name, _, name = str(path).rpartition(".")
     if not module_name and name not in SHORT_NAMES:
@@ -385,8 +385,8 @@ def import_name(path: object, yaml_path: str, kind: str = "class") -> Any:
                 " (datatrove's own filters and extractors: pip install 'datatrove[processing]')"
             )
         raise ConfigError(
-            f'{yaml_path}: {kind} "{path}" needs module "{error.name}", which is neither in the '
-            f"working folder nor installed; {advice}."
+            f'{yaml_path}: {kind} "{path}" needs module "{error.name}", neither in the working '
+            f"folder nor installed; {advice}."
         ) from None
     except Exception as error:
         raise ConfigError(
@@ -434,9 +434,7 @@ def set_at_path(job: JsonObject, override: str, short: type | None = None) -> No
         hint = short
         keys = [key.replace("-", "_") for key in keys]
         if not text:
-            raise ConfigError(
-                f"--{path}: its value is empty. Leave it out, or write null for no value."
-            )
+            raise ConfigError(f"--{path}: its value is empty. Leave it out, or write null.")
     elif keys[0] not in ("executor", "kubernetes"):
         keys = ["executor", *keys]
     if "api_key" in keys:
@@ -511,8 +509,8 @@ class FullConfig:
 
     def text(self) -> str:
         return (
-            "# The long form of the run. It can be run as it stands, but for what is "
-            f"hidden.\n{dump(self._config)}"
+            "# The long form of the run, which runs as it stands, but for what is hidden.\n"
+            f"{dump(self._config)}"
         )
 
     def redact(self, text: str) -> str:

@@ -335,7 +335,7 @@ FAULTS = {
 
 ``generation/quality.py`` finds all but the last, which a rollout with a form finds.
 """
-WHY_DROPPED = "Is a threshold, keep or invalid_answer too strict, or a return missing?"
+WHY_DROPPED = "Is a threshold, keep or invalid_answer too strict, a return missing?"
 
 
 class LogHistogram(Counter[int]):
@@ -497,8 +497,8 @@ class DocumentCounts(Counts):
         if self.cut_off:
             were = "was" if self.cut_off == 1 else "were"
             phrases.append(
-                f"{self.cut_off} of {answers} {were} cut off at max_tokens (raise "
-                "max_tokens, and model_max_context if prompt and answer do not fit)"
+                f"{self.cut_off} of {answers} {were} cut off at max_tokens (raise it, and "
+                "model_max_context if needed)"
             )
         if self.empty:
             phrases.append(f"{self.empty} of {answers} {'is' if self.empty == 1 else 'are'} empty")
@@ -723,37 +723,32 @@ class RunNumbers(Counts):
 
 
 METRICS = {
-    "rank_info version host job": "Always 1; its labels tell where the task works.",
+    "rank_info version host job": "Always 1; its labels say where the task works.",
     "rank_state state": (
-        "1 for the state that the task is in, one of starting, running, stopping, done, stopped, "
-        "failed."
+        "1 for the task's state: starting, running, stopping, done, stopped, failed."
     ),
-    "attempt_start_timestamp_seconds": "When this attempt of the task started, in Unix seconds.",
-    "rank_documents outcome": "Documents that all attempts of the task have finished.",
-    "rank_tokens type": "Tokens of the documents that all attempts of the task have finished.",
-    "rank_answers kind": (
-        "Answers of these documents: all, and the bad ones by what is wrong with them."
-    ),
+    "attempt_start_timestamp_seconds": "Start of this attempt, in Unix seconds.",
+    "rank_documents outcome": "Documents that all attempts have finished.",
+    "rank_tokens type": "Tokens of documents that all attempts have finished.",
+    "rank_answers kind": "Answers of these documents: all, and the bad ones by fault.",
     "rank_finish_reasons reason": "Answers of these documents by finish_reason.",
-    "input_done_ratio": "Part of the task's input that is done, from 0 to 1; missing if not known.",
-    "tasks_with_input": "Tasks of the run that have an input; missing if not known.",
-    "rank_cost": (
-        "Cost of all attempts' answers, at the prices of the settings; missing without them."
-    ),
+    "input_done_ratio": "Part of the input that is done, from 0 to 1; missing if unknown.",
+    "tasks_with_input": "Tasks that have an input; missing if unknown.",
+    "rank_cost": "Cost of all attempts' answers; missing without prices.",
     "documents_total": "Documents that this attempt has finished.",
     "documents_in_progress": "Documents that rollouts work on now.",
     "requests_total outcome": "Requests of this attempt that ended at a server.",
     "requests_in_flight": "Requests that servers work on now.",
-    "server_places": "Requests that the servers have room for now.",
-    "requests_waiting": "Requests that wait for a server, a free slot or their next attempt now.",
-    "unanswered_seconds": "For so long servers have answered no request, although some failed.",
+    "server_places": "Requests that servers have room for now.",
+    "requests_waiting": "Requests that wait for a server or their next attempt now.",
+    "unanswered_seconds": "Seconds since the last answer, while requests fail.",
     "request_retries_total cause": (
-        "Requests sent again in this attempt: after an error, or because their server was lost."
+        "Requests sent again in this attempt, after an error or a lost server."
     ),
-    "continued_answers_total": "Half-written answers that went on in this attempt.",
-    "continued_tokens_total": "Tokens of these answers that were not generated again.",
-    "request_errors_total kind": "Requests of this attempt that failed once, by kind of error.",
-    "cache_hits_total": "Requests of this attempt that the request cache answered.",
+    "continued_answers_total": "Half-written answers continued in this attempt.",
+    "continued_tokens_total": "Their tokens that were not generated again.",
+    "request_errors_total kind": "Failures of requests in this attempt, by kind.",
+    "cache_hits_total": "Requests of this attempt answered by the cache.",
     "tokens_total type": "Tokens of this attempt's answers, as servers count them.",
     "server_restarts_total": "Restarts of model servers in this attempt.",
     "request_duration_seconds": "Time from sending a request to its answer.",

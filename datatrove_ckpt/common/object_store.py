@@ -198,8 +198,8 @@ class ObjectStore:
         except FileNotFoundError as error:
             if lacks_bucket(error):
                 advice = hub_refusal(error) or (
-                    f"the bucket of {self.url} does not exist. Make it, or correct the setting (on "
-                    "S3 also AWS_ENDPOINT_URL), and run the same command again"
+                    f"the bucket of {self.url} does not exist. Make it, or correct the setting "
+                    "(on S3 also AWS_ENDPOINT_URL)"
                 )
                 raise ConfigError(f"checkpoints_remote_dir: {advice}.") from error
             return {}
@@ -274,9 +274,8 @@ def check_mirror(url: str, key: str = "checkpoints_remote_dir") -> None:
 def refuse_repository(key: str, url: str, writes: str, advice: str = "") -> None:
     """Raises ConfigError for a setting that names a repository, in which ``writes`` are commits."""
     raise ConfigError(
-        f"{url} is in a repository, where {writes} would be a commit; the hub allows 128 an hour. "
-        f"Set it to a bucket: {_bucket_for(url)} (`hf buckets create OWNER/NAME --private` makes "
-        f"one).{advice}",
+        f"{url} is in a repository, where {writes} would be a commit. Set it to a bucket: "
+        f"{_bucket_for(url)} (hf buckets create OWNER/NAME --private).{advice}",
         setting=key,
     )
 
@@ -290,10 +289,7 @@ def check_url(key: str, url: str) -> None:
             URL holds a secret or a variable.
     """
     if redaction.holds_credentials(url):
-        raise ConfigError(
-            f"{key}: the URL holds a user or a password. Set credentials in the environment "
-            "instead."
-        )
+        raise ConfigError(f"{key}: the URL holds a user or a password. Export credentials instead.")
     redaction.refuse_variables(key, url)
     try:
         fsspec.get_filesystem_class(get_protocol(url))

@@ -316,8 +316,8 @@ class Secret:
             value = os.environ.get(self.variable)
         if value is None:
             raise ConfigError(
-                "api_key: the key given in Python or YAML did not reach this process (keys are "
-                "never pickled). Export it on the worker, and name its variable in api_key_env."
+                "api_key: this process has no key, as keys are never pickled. Export it on the "
+                "worker, and name its variable in api_key_env."
             )
         remember(value)
         return value
@@ -458,8 +458,8 @@ def check_options(options: object, url: str, setting: str) -> None:
         ):
             raise ConfigError(
                 f"{setting}: the storage option {name!r} is a secret, and would be pickled with "
-                "the executor. Leave it out: on S3 set AWS_ACCESS_KEY_ID and "
-                "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, in the environment."
+                "the executor. On S3, export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
+                "AWS_PROFILE."
             )
         check_options(value, url, setting)
 
@@ -468,8 +468,7 @@ def refuse_variables(setting: str, path: str) -> None:
     """Refuses variables in a folder that datatrove opens, which expands only a leading ``~``."""
     if match := VARIABLE.search(path):
         raise ConfigError(
-            f"{path!r} contains {match[0]}, which nothing expands here: there would be a folder of "
-            "that name. Write the path out.",
+            f"{path!r} contains {match[0]}, which is not expanded here. Write the path out.",
             setting=setting,
         )
     if not path.startswith("~"):
@@ -479,5 +478,5 @@ def refuse_variables(setting: str, path: str) -> None:
 def refuse_tilde(setting: str, path: str, parsed: Path) -> None:
     if "~" in parsed.parts:
         raise ConfigError(
-            f"{path!r}: only a ~ at the beginning of a path means a home folder.", setting=setting
+            f"{path!r}: only a ~ at the beginning means a home folder.", setting=setting
         )

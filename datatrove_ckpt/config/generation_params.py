@@ -95,7 +95,7 @@ def merged(
                 raise ConfigError("must be a text.", setting=f"{key}.{extra}.{name}")
             if extra == "extra_headers" and not _FIELD.fullmatch(f"{name}: {value}"):
                 raise ConfigError(
-                    "must be a text that can be sent as a header field.",
+                    "must be a text that fits a header field.",
                     setting=f"{key}.{extra}.{name}",
                 )
     if not any(extras.values()):
@@ -128,7 +128,7 @@ def refuse_near_misses(params: Collection[str], key: str) -> None:
         hint = _near_miss(str(name))
         if hint:
             raise ConfigError(
-                f"is no request parameter that we know{hint} To send it as it is, write it inside "
+                f"is no known request parameter{hint} To send it as it is, write it inside "
                 "extra_body.",
                 setting=f"{key}.{name}",
             )

@@ -251,8 +251,7 @@ class InferenceConfig:
                 tokens = params.get(name) or 0
                 if self.server_type != "endpoint" and tokens >= self.model_max_context:
                     raise ConfigError(
-                        f"{tokens} tokens leave no "
-                        "room for a prompt: model_max_context, prompt and answer together, is "
+                        f"{tokens} tokens leave no room for a prompt: model_max_context is "
                         f"{self.model_max_context}.",
                         setting=f"{setting}.{name}",
                     )
@@ -280,8 +279,8 @@ class InferenceConfig:
             is_text = isinstance(value, str) and not value.startswith(("<", "["))
             if is_text and names_secret(name):
                 raise ConfigError(
-                    f"model_kwargs: {name!r} is a secret, and would be in the process list. Export "
-                    "it in the environment, which servers inherit (HF_TOKEN for the model hub)."
+                    f"model_kwargs: {name!r} is a secret, and would be in the process list. "
+                    "Export it, as servers inherit the environment (HF_TOKEN for the hub)."
                 )
         check_variable(self.api_key_env)
         if self.api_key is not None and self.api_key_env is not None:
@@ -317,9 +316,7 @@ class InferenceConfig:
             return
         for name in ("endpoint_url", "api_key", "api_key_env"):
             if getattr(self, name) is not None:
-                raise ConfigError(
-                    f"{name}: is set beside endpoints, which have their own. Remove it."
-                )
+                raise ConfigError(f"{name}: endpoints have their own. Remove it.")
         if self.server_type != "endpoint":
             raise ConfigError('needs server_type "endpoint".', setting="endpoints")
         endpoints = []
@@ -504,8 +501,7 @@ class InferenceConfig:
             if endpoint.api_key_env:
                 source = f"api_key_env: the value of {endpoint.api_key_env}"
             raise ConfigError(
-                f"{source} holds a space at an end, a line break or another control character. "
-                "Remove it."
+                f"{source} begins or ends with a space, or holds a control character. Remove it."
             )
         return key
 
@@ -727,19 +723,17 @@ class Engine:
         memory_share: share of a GPU's memory that it takes by default; 0: not known.
     """
 
-    PORT_TAKEN = KnownFailure(
-        "The port was taken by another process. A new start takes another port."
-    )
+    PORT_TAKEN = KnownFailure("The port was taken. A new start takes another.")
     CONTEXT_TOO_LONG = KnownFailure(
-        "model_max_context is more than the model or the GPU's memory allows. Lower it.", True
+        "model_max_context exceeds the model or the GPU's memory. Lower it.", True
     )
     TOO_FEW_GPUS = KnownFailure(
-        "There are too few GPUs. tp * dp * pp must not exceed the GPUs of this task (nvidia-smi).",
+        "tp * dp * pp exceeds the GPUs of this task (nvidia-smi).",
         True,
     )
     GPU_FULL = KnownFailure(
         "The GPU's memory is full. Lower model_max_context or gpu-memory-utilization "
-        "(model_kwargs), raise tp, or stop other programs on the GPU (nvidia-smi)."
+        "(model_kwargs), raise tp, or stop other programs (nvidia-smi)."
     )
     # As OpenAI's own client does. A server that does not know base64 answers with numbers.
     EMBED = EngineApi("/v1/embeddings", ("input",), {"encoding_format": "base64"})
@@ -795,8 +789,8 @@ class Engine:
             if name.replace("_", "-") in self.address_flags:
                 raise ConfigError(
                     f"model_kwargs: {name!r} cannot be set: servers listen on {HOST}, on a free "
-                    "port, with a fresh key. To use another address, start the server yourself "
-                    'and set server_type "endpoint".'
+                    "port, with a fresh key. For another address, start the server yourself "
+                    '(server_type "endpoint").'
                 )
 
     def find(self, config: InferenceConfig) -> str | None:
@@ -937,8 +931,8 @@ def models_of(
     for name in config:
         if not _NAME.fullmatch(str(name)) or keyword.iskeyword(str(name)) or name in _TAKEN:
             raise ConfigError(
-                f"config: {name!r} cannot be the name of a model: generate.{name} must be Python, "
-                "and mean nothing else. Take letters, digits and _, such as judge."
+                f"config: {name!r} cannot be the name of a model, because of generate.{name}. "
+                "Take letters, digits and _, such as judge."
             )
     models = {name: _checked(f"config: {name}", model) for name, model in config.items()}
     if len(models) == 1:

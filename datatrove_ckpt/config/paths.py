@@ -23,8 +23,8 @@ def expand_path(setting: str, path: str) -> Path:
         name = match[1] or match[2]
         if name not in os.environ:
             raise ConfigError(
-                f"{path!r}: the environment variable {name} is not set here "
-                f"({socket.gethostname()}). Export it where the tasks run, or write the path out.",
+                f"{path!r}: the environment variable {name} is not set on "
+                f"{socket.gethostname()}. Export it, or write the path out.",
                 setting=setting,
             )
     try:

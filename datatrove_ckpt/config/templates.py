@@ -22,9 +22,8 @@ _FIELD = re.compile(
 )
 _OWN = ("text", "id")
 _ALLOWED = (
-    "allowed are {text}, {id}, {KEY} and {metadata[KEY]} for a key of the metadata, {KEY[0].NAME} "
-    "for a part of it, and {{ or }} for a brace; beside [[DOCUMENT]] for the text, braces have no "
-    "meaning"
+    "allowed are {text}, {id}, {KEY}, {metadata[KEY]}, {KEY[0].NAME} for a part, and {{ or }} for "
+    "a brace; with [[DOCUMENT]] for the text, braces have no meaning"
 )
 _DOCUMENT = "[[DOCUMENT]]"
 BARE = ("{text}", _DOCUMENT)
@@ -44,10 +43,7 @@ def parse(template: str, setting: str = "prompt") -> tuple[tuple[str, str, str],
     parts = []
     if _DOCUMENT in template:
         if "{text}" in template:
-            raise ConfigError(
-                f"{setting}: has both {{text}} and {_DOCUMENT}; use one of them for the document's "
-                "text."
-            )
+            raise ConfigError(f"{setting}: has both {{text}} and {_DOCUMENT}; use one of them.")
         for literal in template.split(_DOCUMENT):
             if literal:
                 parts.append((literal, "", ""))
@@ -80,10 +76,7 @@ def parse(template: str, setting: str = "prompt") -> tuple[tuple[str, str, str],
 
 def check_template(template: str, setting: str = "prompt") -> None:
     if not any(name for _, name, _ in parse(template, setting)):
-        raise ConfigError(
-            f"{setting}: nothing is filled in, so every document would get the same prompt; "
-            f"{_ALLOWED}."
-        )
+        raise ConfigError(f"{setting}: nothing is filled in; {_ALLOWED}.")
 
 
 def times_text(template: str) -> int:
@@ -112,8 +105,8 @@ def lacks(document: Document, setting: str, key: str) -> ConfigError:
         hint = ". It is in the name of a folder: set path_columns to true."
     return ConfigError(
         f"{setting}: document {document.id!r} has no column {key!r}; its columns: "
-        f"{', '.join(columns) or 'none'}{hint} Correct the name. If "
-        "other documents have the column, drop this document, or fill the column in."
+        f"{', '.join(columns) or 'none'}{hint} Correct the name; or drop this document, or fill "
+        "the column in."
     )
 
 
@@ -138,7 +131,7 @@ def _lookup(name: str, key: str, document: Document, text: str, values: dict[str
         except (LookupError, TypeError):
             raise lacks(document, "prompt", key) from None
     if value is None:
-        warn_once(f'{key} is null in a document; its prompt has "None" there, and is sent.')
+        warn_once(f'{key} is null in a document, whose prompt has "None" there.')
     if isinstance(value, dict | list):  # no model should read Python
         try:
             return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS).decode()

@@ -404,7 +404,7 @@ class RequestRejected(RequestError):
         """What the server said."""
         super().__init__(f"BadRequestError: HTTP {status}: {self.message}")
         if remembered:
-            self.advice = " (an earlier attempt got this answer; retry_errors=True sends it again)"
+            self.advice = " (a saved answer; retry_errors=True sends it again)"
 
     @property
     def cause(self) -> str:
@@ -514,10 +514,7 @@ def start_over(keeps_results: bool) -> str:
         folders = "run_folder"
         old = "run_folder"
     if keeps_results:
-        return (
-            f"To start over, choose another {folders}, and set finished_from to the old {old}: "
-            "finished documents keep their results."
-        )
+        return f"To start over, choose another {folders}, and set finished_from to the old {old}."
     return f"To start over, choose another {folders}."
 
 

@@ -145,10 +145,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             for name, value in values.items():
                 is_named = key == "env" and redaction.may_name_secret(name)
                 if is_named or redaction.may_hold_secret(str(value)):
-                    raise ConfigError(
-                        f"{key}: {name}: its value may be a secret, and {key} is kept in files. "
-                        "Use secrets."
-                    )
+                    raise ConfigError(f"{key}: {name}: its value may be a secret. Use secrets.")
         self._seconds()
         for index, runner in enumerate(self._runners):
             if runner.checkpoints_remote_dir is None and runner.checkpoints_local_dir is not None:
@@ -201,8 +198,8 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
 
         if lost := lost_with_disk(plan, lambda folder: "://" in folder):
             raise ConfigError(
-                "a job of Hugging Face starts with an empty disk, which goes "
-                f"with it. Set to a URL (hf://buckets/ORG/NAME/..., s3://...): {'; '.join(lost)}.",
+                "a job's disk goes with it. Set to a URL (hf://buckets/ORG/NAME/..., s3://...): "
+                f"{'; '.join(lost)}.",
                 setting="executor",
             )
         self._secrets()
@@ -268,8 +265,8 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
                 reason = retrying.failure_line(error)
         if not_canceled:
             raise CkptError(
-                f"{len(not_canceled)} of {plural(len(jobs), 'job')} could not be canceled, and "
-                f"continue: {_job_urls(not_canceled)} ({reason}). Run it again."
+                f"{len(not_canceled)} of {plural(len(jobs), 'job')} could not be canceled: "
+                f"{_job_urls(not_canceled)} ({reason}). Run it again."
             )
         return len(jobs)
 
@@ -282,9 +279,8 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             except KeyboardInterrupt:
                 if jobs := self._alive():
                     logger.warning(
-                        f"{plural_is(len(jobs), 'job')} still at work: {_job_urls(jobs)}. The same "
-                        "command waits for them; run --cancel, or cancel() of the executor, "
-                        "cancels them."
+                        f"{plural_is(len(jobs), 'job')} still at work: {_job_urls(jobs)}. The "
+                        "same command waits for them; run --cancel, or cancel(), cancels them."
                     )
                 raise
             if given_up := claims.given_up():
@@ -324,10 +320,9 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         foreign = [job for job in running if job.settings not in ("", self._settings)]
         if foreign:
             raise CheckpointMismatch(
-                f"{plural_is(len(foreign), 'job')} still at work, of an earlier start with other "
-                f"settings, rollout code or package: {_job_urls(foreign)}. Wait for them with "
-                "their settings, or cancel them (run --cancel, or cancel() of the executor), and "
-                "run this again."
+                f"{plural_is(len(foreign), 'job')} still at work, of a start with other "
+                f"settings, code or package: {_job_urls(foreign)}. Wait for them, or cancel them "
+                "(run --cancel, or cancel()), and run again."
             )
         return running
 
@@ -359,9 +354,8 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             incomplete = self._incomplete(range(self.tasks))
             raise CkptError(
                 f"{len(incomplete)} of {self.tasks} tasks are not complete. {end}: {verdict}. "
-                f"`datatrove-ckpt status` shows each task; their logs: hf jobs logs {job.id}, and "
-                f"{self._folder}/logs. Other jobs of this run continue. Run the same command again "
-                "to resume."
+                f"`datatrove-ckpt status` shows each task; logs: hf jobs logs {job.id}, and "
+                f"{self._folder}/logs. Other jobs continue. Run again to resume."
             )
         if stage == "COMPLETED":
             logger.info(f"Job {job.url} has ended: no task was free.")
@@ -375,7 +369,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             self.logging_dir.open(_CANCELED, "r") as file,
         ):
             if float(file.read()) > began:
-                raise CkptError("This run was canceled. Run the same command again to resume.")
+                raise CkptError("This run was canceled. Run again to resume.")
         reached = self._progress()
         for _ in range(number):
             try:
@@ -389,8 +383,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
                 if not retrying.READING.is_transient(error):
                     raise CkptError(
                         f"Hugging Face refuses to start a job: {retrying.failure_line(error)}. "
-                        f"{plural(len(alive), 'job')} of this run continue. Correct that and run "
-                        "the same command again."
+                        f"{plural(len(alive), 'job')} continue. Correct that and run again."
                     ) from error
                 logger.warning(
                     f"No job could be started ({retrying.failure_line(error)}). Tried again."
@@ -462,8 +455,8 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             return retrying.READING.run(call, problem)
         except Exception as error:
             raise CkptError(
-                f"{problem}: {retrying.failure_line(error)}. The running jobs continue: the same "
-                "command waits for them."
+                f"{problem}: {retrying.failure_line(error)}. The same command waits for the "
+                "running jobs."
             ) from error
 
     def _incomplete(self, ranks: Iterable[int], skip_completed: bool = True) -> list[int]:
@@ -533,7 +526,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
                 if name == "HF_TOKEN":
                     how = "Log in (hf auth login), or export"
                 raise ConfigError(
-                    f"secrets: {name} is not set here, and the jobs need it. {how} it.",
+                    f"secrets: {name} is not set here. {how} it.",
                     setting="executor",
                 )
         return values

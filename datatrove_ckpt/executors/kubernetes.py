@@ -72,9 +72,8 @@ class KubernetesJob:
         for variable in self.env or ():
             if may_name_secret(variable):
                 raise ConfigError(
-                    f"env: {variable}: its value may be a secret. Put it into a Secret (kubectl "
-                    f"create secret generic NAME --from-literal={variable}=...) and write secrets: "
-                    "[NAME]."
+                    f"env: {variable}: its value may be a secret. Use secrets: [NAME] (kubectl "
+                    f"create secret generic NAME --from-literal={variable}=...)."
                 )
         reserved = {"containers", "restartPolicy", "terminationGracePeriodSeconds", "volumes"}
         for field in (self.pod or {}).keys() & reserved:

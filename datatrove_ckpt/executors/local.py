@@ -135,9 +135,7 @@ class OwnExecutor(PipelineExecutor):  # type: ignore[misc]  # datatrove has no t
             try:
                 saved += _saved_stats(self.logging_dir, rank)
             except FileNotFoundError:
-                logger.warning(
-                    f"stats.json has no numbers of task {rank}: its file in stats/ is gone."
-                )
+                logger.warning(f"stats.json lacks task {rank}: its file in stats/ is gone.")
         return saved
 
     def _write_stats(self, stats: PipelineStats, local: Iterable[int]) -> None:
@@ -152,8 +150,8 @@ class OwnExecutor(PipelineExecutor):  # type: ignore[misc]  # datatrove has no t
     def given_up_error(self, causes: dict[int, str], kind: type[CkptError] = GivenUp) -> CkptError:
         named = "".join(f"\n  task {rank}: {cause}" for rank, cause in sorted(causes.items()))
         return kind(
-            f"{len(causes)} of {self.world_size} tasks are not complete, because they were given "
-            f"up:{named}\nCorrect the cause, and start the run again, not as a worker, to resume."
+            f"{len(causes)} of {self.world_size} tasks were given up:{named}\nCorrect the cause, "
+            "and run again, not as a worker."
         )
 
 
@@ -431,16 +429,14 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
                 raise
             except (OSError, CkptError) as error:
                 logger.warning(
-                    f"Whether workers have tasks of this run cannot be seen: {error}. Start no "
-                    "worker beside it."
+                    f"Workers of this run cannot be listed: {error}. Start none beside it."
                 )
             if not workers:
                 self._run_all(ranks, screen, done)
                 return
         names = ", ".join(workers)
         logger.info(
-            f"Workers have tasks of this run: {names}. This command takes tasks as one of them, in "
-            "one process."
+            f"Workers have tasks of this run: {names}. This command joins them, in one process."
         )
         self._take_and_run(ranks, screen, done)
 
@@ -457,10 +453,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
             ):
                 free, are_orphaned = claims.free()
                 if free and not claims.has_time:
-                    logger.info(
-                        "Tasks are free, but would hardly end before the job's time limit: this "
-                        "process takes none of them."
-                    )
+                    logger.info("The job's time limit is too near to take another task.")
                     with Preemption([], 0.0) as preemption:  # requeues the job, and raises
                         preemption.stop_for_time_limit()
                 if free:
@@ -471,8 +464,8 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
                         continue
                     if claims.failures >= 5:
                         raise CkptError(
-                            f"No task could be claimed, {claims.failures} times in a row: see the "
-                            "lines above. Correct the cause, and run the same command again."
+                            f"No task could be claimed, {claims.failures} times in a row. "
+                            "Correct the cause above, and run again."
                         )
                 elif self._is_worker and not self.keeps_servers:
                     break  # there is a next step
@@ -494,9 +487,9 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
             running = incomplete if runs else incomplete & claims.locked.keys()
             if running and self._is_worker:
                 raise CheckpointLocked(
-                    f"{plural_is(len(running), 'task')} run by {', '.join(runs) or 'processes'}, "
-                    "as one run of all tasks. Wait for its end (after a kill elsewhere, five "
-                    "minutes), or stop it and start every machine as a worker (run --worker)."
+                    f"{plural_is(len(running), 'task')} run by {', '.join(runs) or 'processes'}. "
+                    "Wait for their end (after a kill elsewhere, five minutes), or stop them and "
+                    "start each machine with run --worker."
                 )
             given_up = claims.given_up()
             if given_up:
@@ -656,8 +649,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         if workers.signal:
             signals.raise_again([workers.signal])
             raise Preempted(
-                f"Stopped by {signal.Signals(workers.signal).name}. Run the same command again to "
-                "resume."
+                f"Stopped by {signal.Signals(workers.signal).name}. Run again to resume."
             )
         if workers.lost:
             raise self.given_up_error(workers.lost, WorkerDied)
@@ -669,8 +661,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         except Exception as error:  # of a step's __reduce__
             raise ConfigError(
                 f"The pipeline cannot be sent to worker processes: {type(error).__name__}: "
-                f"{error}. Every step, its rollout and its shared_context must be picklable: give "
-                "a function that makes what is not, or set workers=1."
+                f"{error}. Give a function that makes what cannot be pickled, or set workers=1."
             ) from error
 
 
@@ -694,8 +685,8 @@ def close_servers() -> None:
 def not_complete(executor: PipelineExecutor, incomplete: Sequence[int]) -> CkptError:
     logs = executor.logging_dir.resolve_paths("logs")
     return CkptError(
-        f"{len(incomplete)} of {executor.world_size} tasks are not complete; task {incomplete[0]} "
-        f"is the first. Their logs are in {logs}. Run the same command again to resume."
+        f"{len(incomplete)} of {executor.world_size} tasks are not complete; task "
+        f"{incomplete[0]} is the first. Their logs are in {logs}. Run again to resume."
     )
 
 

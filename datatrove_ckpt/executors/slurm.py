@@ -107,7 +107,7 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         folder = self.logging_dir.resolve_paths("")
         if "$" in folder:  # the script's shell would fill it in, and find no executor.pik there
             raise ConfigError(
-                f"logging_dir: {folder}: no variable is filled in here. Write the path itself."
+                f"logging_dir: {folder}: variables are not filled in. Write the path out."
             )
         if options.keys().isdisjoint({"job_id_position", "job_id_retriever"}):
             self.job_id_retriever = submitted_job
@@ -144,8 +144,8 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
     def check(self, plan: "RunPlan") -> None:
         if plan.submits and shutil.which("sbatch") is None:
             raise ConfigError(
-                "sbatch is not on this machine's PATH. Run this on a login node of the cluster, or "
-                "leave Slurm out (class_path: LocalPipelineExecutor); --dry-run shows the script.",
+                "sbatch is not on the PATH. Run this on a login node, or without Slurm "
+                "(class_path: LocalPipelineExecutor); --dry-run shows the script.",
                 setting="executor",
             )
 
@@ -176,10 +176,7 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         except subprocess.CalledProcessError as error:
             there = " Nothing was submitted."
             if self.array_id is not None:
-                there = (
-                    f" Already submitted: job {self.array_id}, without the job that checks the run "
-                    "after it."
-                )
+                there = f" Already submitted: job {self.array_id}, without its check."
             raise CkptError(
                 f"sbatch ended with exit code {error.returncode}; its message is above.{there} The "
                 f"script is in {self.logging_dir.resolve_paths('launch_script.slurm')}."
@@ -190,12 +187,12 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         if self.pulls:
             more = f" To add workers, now or later: {command}"
         return (
-            f"Submitted job {self.array_id}: {plural(self.count_elements(waiting), 'worker')} for "
-            f"{waiting} of {plural(self.tasks, 'task')}. Logs: "
+            f"Submitted job {self.array_id}: {plural(self.count_elements(waiting), 'worker')} "
+            f"for {waiting} of {plural(self.tasks, 'task')}. Logs: "
             f"{Path(self.slurm_logs_folder).absolute()} and "
             f"{self.logging_dir.resolve_paths('logs')}. To watch it: "
             f"{'; '.join([f'squeue -j {self.array_id}', *status_commands])}. Job {self.job_id} "
-            f"checks the run after it: COMPLETED means that every document is there.{more}"
+            f"checks the run: COMPLETED means that every document is there.{more}"
         )
 
     @property
@@ -234,8 +231,7 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         worker.run_ranks()
         raise_limit_reached(self.pipeline, incomplete)
         logger.success(
-            f"The output of {plural(self.tasks, 'task')} is complete, and was compared with the "
-            "checkpoint."
+            f"The output of {plural(self.tasks, 'task')} is complete, and matches the checkpoint."
         )
 
     def _not_complete(self, incomplete: list[int]) -> CkptError:
@@ -248,10 +244,10 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         if at_work:
             names = ", ".join(worker.process for worker in at_work)
             return CkptError(
-                f"{text} Workers of another submission continue: {names}. The last job after them "
-                "checks all."
+                f"{text} Workers of another submission continue: {names}. Their last job checks "
+                "all."
             )
-        return CkptError(f"{text} Run the same command again: it submits workers for them.")
+        return CkptError(f"{text} Run again to submit workers.")
 
     def launch_job(self) -> None:
         os.environ[LAUNCH] = uuid.uuid4().hex  # sbatch passes it on
@@ -306,9 +302,9 @@ def submitted_job(printed: str) -> str:
     line = re.search(r"Submitted batch job (\d+)|^(\d+)(?:;\S+)?$", printed, re.MULTILINE)
     if line is None:
         raise CkptError(
-            f"sbatch printed no job id, but {printed.strip()!r}. Cancel what squeue shows of this "
-            "run, set job_id_position (the number of the id among the words, from 0), and run the "
-            "same command again."
+            f"sbatch printed no job id, but {printed.strip()!r}. Cancel this run's jobs "
+            "(squeue), set job_id_position (the id's place among the words, from 0), and run "
+            "again."
         )
     return line[1] or line[2]
 

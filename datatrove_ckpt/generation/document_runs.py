@@ -141,8 +141,8 @@ class DocumentRollouts:
         end_fork(self._pid)
         if document is result:
             raise DocumentNotSerializable(
-                f"The rollout {name_of(self.rollout_fn)} returned the document itself. Return what "
-                "is to be added to it, such as answer.text."
+                f"The rollout {name_of(self.rollout_fn)} returned the document itself. Return "
+                "what is added to it, such as answer.text."
             )
         return result
 
@@ -207,8 +207,8 @@ class DocumentRuns(DocumentRollouts):
         if answers.parked:
             error = ConfigError(
                 f"{name_of(self.rollout_fn)} sent other requests than in its last pass. With "
-                "provider_batches, a rollout must send the same requests for a document each time, "
-                "without time or random numbers in its prompts (a seed may come from document.id)",
+                "provider_batches, requests must repeat: no time or random numbers in prompts (a "
+                "seed may come from document.id)",
                 setting="rollout_fn",
             )
         sent = [getattr(cause, "payload", None) for cause in causes(error)]

@@ -54,10 +54,8 @@ from datatrove_ckpt.rollouts import InvalidAnswer, Payload
 
 _ACCEPTED = {"accept_changes": True}
 _AS_DEAD_LETTERS = {"on_document_error": "dead_letter"}
-_RUN_AGAIN = "Fix the cause and run the same command again."
-_WITHOUT_SUCH = (
-    "To continue without such documents, as dead letters, set on_document_error to dead_letter."
-)
+_RUN_AGAIN = "Fix the cause and run again."
+_WITHOUT_SUCH = "To make dead letters of such documents, set on_document_error to dead_letter."
 
 # The words of vLLM, SGLang, llama.cpp and OpenAI.
 _TOO_LONG = re.compile(
@@ -129,14 +127,13 @@ def advice_for(
     is_ready_made = type(step.rollout_fn).__module__ == InvalidAnswer.__module__
     if not step.accept_changes and not is_ready_made:
         advice += (
-            f" If you change the code of the rollout {name_of(step.rollout_fn)} for that, set "
-            "accept_changes: what is done and paid is kept."
+            f" If you change the rollout {name_of(step.rollout_fn)} for that, set accept_changes."
         )
         return advice, [_ACCEPTED, *changes]
     if any(isinstance(cause, InvalidAnswer) for cause in causes(error)):
         advice = (
-            "These answers are also saved, so the same command fails again. "
-            f"{_WITHOUT_SUCH} A new run drops them with invalid_answer: drop."
+            f"These answers are saved, so the same command fails again. {_WITHOUT_SUCH} A new "
+            "run may set invalid_answer: drop."
         )
         return advice, [_AS_DEAD_LETTERS]
     return advice, changes
@@ -169,9 +166,8 @@ def _about_payload(rejection: str, payload: Payload) -> tuple[str, list[Mapping[
         if max_tokens + prompt > context > prompt:
             lower = min(context // 2, context - prompt)
             advice = (
-                f"max_tokens is {max_tokens}, and the model's context, which also holds the "
-                f"prompt, is {context}. To continue, lower it, to {lower} for example, and set "
-                "accept_changes."
+                f"max_tokens is {max_tokens}, and the model's context with the prompt is "
+                f"{context}. Lower it, such as to {lower}, and set accept_changes."
             )
             return advice, [{"max_tokens": lower, **_ACCEPTED}]
         advice = (
@@ -179,9 +175,8 @@ def _about_payload(rejection: str, payload: Payload) -> tuple[str, list[Mapping[
         )
     if "schema" in rejection.lower() and "response_format" in payload:
         advice = (
-            "Correct the schema, and set accept_changes. A strict schema requires each of its "
-            "properties (with the type null if it may be missing), and has additionalProperties: "
-            "false."
+            "Correct the schema, and set accept_changes. A strict schema requires each property "
+            "(type null if it may be missing) and additionalProperties: false."
         )
         return advice, [_ACCEPTED]
     return advice, []
@@ -194,10 +189,7 @@ def offer_skipping(error: BaseException) -> None:
     """
     rejected = any(isinstance(cause, RequestRejected) for cause in causes(error))
     if isinstance(error, DocumentFailed) and rejected:
-        error.advice = (
-            " To continue without each document whose request is rejected, as a dead letter, set "
-            "skip_bad_requests."
-        )
+        error.advice = " To make dead letters of rejected documents, set skip_bad_requests."
         error.changes = [{"skip_bad_requests": True}, *error.changes]
 
 
@@ -214,9 +206,8 @@ def unanswered(doc_id: str, ordinal: int, error: CkptError, payload: Payload) ->
     if not isinstance(error, RequestFailed):
         return error
     message = (
-        f"A request of {document} has no answer. {error} This does not show that the document is "
-        "at fault. Correct the server, and run the same command again; or let the rollout return "
-        "None for this document, and set accept_changes."
+        f"A request of {document} has no answer. {error} Correct the server, and run again; or "
+        "let the rollout return None for this document, and set accept_changes."
     )
     return DocumentFailed(message, error=error, changes=[_ACCEPTED])
 
@@ -247,9 +238,8 @@ class FailurePolicy:
         line = self.retried.get((ordinal, earlier.get("attempts", 0) + 1))
         if line is not None and (other_id := orjson.loads(line)["id"]) != source.id:
             raise CheckpointMismatch(
-                f"Document {ordinal} of this task is {safe_repr(source.id)}, but a retry of "
-                f"dead letters has {safe_repr(other_id)} under this number: the input was changed "
-                "since. Restore it.",
+                f"Document {ordinal} of this task is {safe_repr(source.id)}, but a retry of dead "
+                f"letters has {safe_repr(other_id)} there: the input has changed. Restore it.",
                 starts_over="with old results",
             )
         return line
@@ -306,10 +296,9 @@ class FailurePolicy:
         limit = self.step.max_dead_letters
         if limit is not None and self.dead > limit:
             raise TooManyDeadLetters(
-                f"{plural(self.dead, 'document')} of this task failed, more than "
-                f"max_dead_letters={limit} allows. The last failure, {name}: {cause}. Correct the "
-                "cause, and run the same command again. At the end, retry_dead_letters retries "
-                "them."
+                f"{plural(self.dead, 'document')} of this task failed "
+                f"(max_dead_letters={limit}). The last, {name}: {cause}. Correct the cause, and "
+                "run again. At the end, set retry_dead_letters."
             ) from error
         logger.warning(f"D{name[1:]} becomes a dead letter: {cause}")
         return dead_letter(source, ordinal, error, payload_hashes)
@@ -403,8 +392,7 @@ def next_retry(root: Path, rank: int) -> DeadLetterRetry | None:
         read_run(folder / layout.RUN)
     if not layout.is_finished(folder):
         raise CheckpointMismatch(
-            f"Task {rank} in {root} is not finished. Run it to its end first, without "
-            "retry_dead_letters."
+            f"Task {rank} in {root} is not finished. Finish it first, without retry_dead_letters."
         )
     folders = [folder]
     last = 0

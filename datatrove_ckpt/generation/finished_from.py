@@ -95,21 +95,19 @@ def compare_earlier_runs(step: RunnerSettings, identity: RunIdentity) -> tuple[l
     ]
     if not step.explode and any(run.get("explode") for _, run in runs):
         raise ConfigError(
-            "finished_from: the old run wrote a row of each item. Also set explode, or leave "
-            "finished_from out."
+            "finished_from: the old run wrote items. Also set explode, or leave finished_from out."
         )
     if not CSV.is_written_by(step.output_writer) and any(
         str(run.get("output_writer")).endswith(CSV.writer) for _, run in runs
     ):
         raise ConfigError(
-            "finished_from: the old run wrote CSV, where numbers have become texts. Also write CSV "
-            "(output_format: csv), or leave finished_from out."
+            "finished_from: the old run wrote CSV, without types. Also write CSV (output_format: "
+            "csv), or leave finished_from out."
         )
     if changes and not step.accept_changes:
         raise CheckpointMismatch(
             f"{changes_text('finished_from: the old results were', changes)}Go back to the old "
-            "values, leave finished_from out (then every request is sent), or set "
-            "accept_changes to take the old results over as they are.",
+            "values, leave finished_from out, or set accept_changes to take the old results.",
             changes=[{"accept_changes": True}],
         )
     unknown = [
@@ -123,7 +121,7 @@ def compare_earlier_runs(step: RunnerSettings, identity: RunIdentity) -> tuple[l
         accepted += [_UNCHECKED]
         unchecked = (
             f" finished_from: results in {', '.join(unknown)} were taken over unchecked: no "
-            "checkpoint there shows the settings that made all of them."
+            "checkpoint there shows all their settings."
         )
     return accepted, unchecked
 
@@ -233,8 +231,8 @@ class FinishedDocuments:
                 if lost:
                     self._lost.update(lost)
                     logger.warning(
-                        f"finished_from: the document {safe_repr(str(document.id))} is taken over "
-                        f"without {', '.join(map(repr, lost))}: the old output lacks that."
+                        f"finished_from: the document {safe_repr(str(document.id))} is taken "
+                        f"over without {', '.join(map(repr, lost))}, which the old output lacks."
                     )
                 if self._are_cells:  # columns of other documents
                     old = {
@@ -248,8 +246,8 @@ class FinishedDocuments:
             self._has_warned = True
             names = ", ".join(map(repr, self._differing(document.metadata, rows[0])))
             logger.warning(
-                f"finished_from: the document {safe_repr(str(document.id))} is requested again, as "
-                f"are others like it: its old metadata has another {names}."
+                f"finished_from: the document {safe_repr(str(document.id))} is requested again, "
+                f"as are others like it: its old metadata has another {names}."
             )
         return None
 
@@ -355,8 +353,8 @@ class FinishedDocuments:
         if problem:
             raise ConfigError(
                 f"finished_from: nothing in {names} can be taken over: {problem}. Name the old "
-                "run's output folder and its checkpoints; metadata_key and rollouts_per_document "
-                "must be that run's."
+                "run's output folder and checkpoints, and set its metadata_key and "
+                "rollouts_per_document."
             )
         order = np.argsort(np.frombuffer(keys, np.uint64), kind="stable")
         self._keys = np.frombuffer(keys, np.uint64)[order]
@@ -386,7 +384,7 @@ class FinishedDocuments:
                 if holder is not None:
                     raise CheckpointLocked(
                         f"finished_from: {name_holder(holder)} works on the old run, in "
-                        f"{lock.parent}. Stop it, and run the same command again."
+                        f"{lock.parent}. Stop it, and run again."
                     )
             file_format = format_of_file(name)
             if (
@@ -417,13 +415,10 @@ class FinishedDocuments:
                         self._incomplete.add(last)
         except _DAMAGED:
             self._incomplete.add(last)
-            self._causes[
-                "files that end too early or are damaged: their rows before that count"
-            ] += 1
+            self._causes["files that are damaged or cut off, after their whole rows"] += 1
         except OSError as error:
             raise InputError(
-                f"finished_from: {path} cannot be read ({safe_text(error)}). Run the same command "
-                "again when it can."
+                f"finished_from: {path} cannot be read ({safe_text(error)}). Run again when it can."
             ) from error
 
     def _document(self, row: Row | None, line: bytes) -> tuple[Document | None, str]:
@@ -458,7 +453,7 @@ class FinishedDocuments:
         if not isinstance(results, list) or not results:
             return (
                 None,
-                f"documents without results under {key!r}: dropped, skipped, or not finished",
+                f"documents without results under {key!r}",
             )
         if len(results) > self._rollouts:
             return (

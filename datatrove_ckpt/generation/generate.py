@@ -125,17 +125,13 @@ class BoundGenerate:
         api = requests.model.usual
         if type(payload) is not dict and not isinstance(payload, Mapping):
             kind = type(payload).__name__
-            return self._refused(
-                f"generate takes a payload, a dict such as {_EXAMPLE}, and not a {kind}"
-            )
+            return self._refused(f"generate takes a dict such as {_EXAMPLE}, not a {kind}")
         if json_schema is not None:
             if path is not None or whole:
                 return self._refused("json_schema is for completions: leave out path and whole")
             return self.form(json_schema, attempts).value(self, payload)
         if payload.get("stream"):
-            return self._refused(
-                "the payload requests a stream, but answers are read as a whole: remove stream"
-            )
+            return self._refused("the payload requests a stream: remove stream")
         try:
             if path is not None:
                 api = api_for_path(path)
@@ -186,8 +182,8 @@ class BoundGenerate:
             raise RuntimeError("generate.once was called from a different loop")
         if not isinstance(name, str) or not callable(function):
             await self._refused(
-                "generate.once takes a name, a function (not its result), and what to give it, as "
-                "in generate.once('search', search, query)"
+                "generate.once takes a name, a function and its arguments, as in "
+                "generate.once('search', search, query)"
             )
         if not isinstance(keep_errors, type):  # ``isinstance`` takes no list
             keep_errors = tuple(keep_errors)
@@ -196,8 +192,8 @@ class BoundGenerate:
             digest = call.digest(rank.code)
         except TypeError as error:
             await self._refused(
-                f"the name and arguments of generate.once({name!r}, ...) tell calls apart, so they "
-                f"must be JSON: {error}. Give the function what is no JSON in another way"
+                f"the name and arguments of generate.once({name!r}, ...) must be JSON: {error}. "
+                "Give the function other values in another way"
             )
         key = answers.next_key(requests.rollout_idx, digest)
         answers.payloads[requests.rollout_idx] = {"once": name, "args": args, "kwargs": kwargs}
@@ -233,8 +229,8 @@ class BoundGenerate:
         reused = answers.reused[number]
         if reused < saved and reused < answers.requests[number]:
             warn_once(
-                f"Document {answers.doc_id!r}: its agent has sent other requests than an earlier "
-                "attempt, which were paid for. Are time or random numbers in its prompts?"
+                f"Document {answers.doc_id!r}: its agent sent other requests than an earlier "
+                "attempt. Are time or random numbers in its prompts?"
             )
 
     # Each sends a request, or a request for each text, to an API of the engine (``Engine.ways``).
@@ -298,7 +294,7 @@ class BoundGenerate:
     async def _check(self, name: str, texts: Sequence[object]) -> None:
         wrong = self._requests.config.engine.lacks(name)
         if isinstance(texts, str):
-            wrong = wrong or f"generate.{name} takes a list of texts, and not one text"
+            wrong = wrong or f"generate.{name} takes a list of texts, not one"
         for text in texts if isinstance(texts, Sequence) else [texts]:
             if not isinstance(text, str):
                 wrong = wrong or f"generate.{name} takes texts, and not a {type(text).__name__}"

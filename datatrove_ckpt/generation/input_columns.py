@@ -82,8 +82,8 @@ def _read_schema(path: Path) -> Schema:
     except pa.ArrowException as error:
         raise CheckpointCorrupt(
             path,
-            f" should hold the types of the input's columns, and cannot be read ({error}). Restore "
-            "it from a copy, or remove it: output then has the types of its values.",
+            f" should hold the columns' types, and cannot be read ({error}). Restore it from a "
+            "copy, or remove it: values then decide.",
         ) from error
 
 
@@ -104,9 +104,9 @@ def _input_types(documents: Iterable[Document]) -> dict[str, DataType]:
                     if len(readers) == len(steps):
                         name = path.removeprefix(_METADATA)
                         raise InputError(
-                            f"The column {name!r} has the type {clash.old} in {files[path]!r} and "
-                            f"{clash.new} in {file!r}, which no column of a Parquet output can "
-                            "hold. Convert the files to one type, or write output_format: jsonl."
+                            f"The column {name!r} has the type {clash.old} in {files[path]!r} "
+                            f"and {clash.new} in {file!r}. Convert the files to one type, or "
+                            "write output_format: jsonl."
                         ) from None
                     changed.add(path)  # a step may convert or remove it
                 files.setdefault(path, file)

@@ -337,7 +337,7 @@ class LimitWatch:
         """
         totals = self.checkpoint.totals
         if self._limits.of_usage and self.checkpoint.own.requests and not totals.tokens:
-            text = "cannot end this run: the server's answers have no usage. Set until."
+            text = "needs usage in the server's answers. Set until."
             self.shutdown.finish(ConfigError(text, setting=self._limits.of_usage))
         reached = self._limits.reached(self.other_totals + totals, self.reader.seconds)
         if reached is not None and not self.checkpoint.all_committed:

@@ -141,8 +141,8 @@ def _saved(name: str, result: object) -> bytes:
         saved = _as_json({_RESULT: result}, PAYLOAD_JSON)
     except TypeError as error:
         raise DocumentNotSerializable(
-            f"generate.once({name!r}) cannot save a result that is no JSON: {error}. Return texts, "
-            "numbers, lists and dictionaries: base64 of bytes, model_dump() of a pydantic model."
+            f"generate.once({name!r}) cannot save a result that is no JSON: {error}. Return "
+            "texts, numbers, lists and dictionaries, such as base64 and model_dump()."
         ) from error
     if len(saved) > _MOST_BYTES:
         raise DocumentNotSerializable(

@@ -324,14 +324,13 @@ class DocumentSource:
             self._in_order = False
         if was_in_order and (last is not None or position is not None):
             logger.info(
-                "A step between the reader and InferenceRunner reorders documents, or makes "
-                "several of one: a resume will count documents from the start instead of seeking."
+                "A step between the reader and InferenceRunner reorders or multiplies documents: "
+                "a resume will read from the start."
             )
         if self._saved is not None and (position is None or position[:2] <= self._saved):
             raise ConfigError(
-                "A step between the reader and InferenceRunner reorders documents, or makes "
-                "several of one, so a saved position is wrong, and a resume would lose documents. "
-                "Use datatrove's own reader.",
+                "A step between the reader and InferenceRunner reorders or multiplies documents, "
+                "so a resume would lose some. Use datatrove's own reader.",
                 starts_over="anew",
             )
 
@@ -361,15 +360,10 @@ class DocumentSource:
         else:
             with self._reading:
                 self._skip_by_reading(point)
-            reason = (
-                "this reader cannot seek. Those of datatrove_ckpt.readers can, with the same "
-                "arguments"
-            )
+            reason = "this reader cannot seek. Those of datatrove_ckpt.readers can"
             if self._stateful_steps:
                 steps = ", ".join(self._stateful_steps)
-                reason = (
-                    f"{steps} may keep state from one document to the next. If not, set seek=True"
-                )
+                reason = f"{steps} may keep state between documents. If not, set seek=True"
             how = f"by reading them, because {reason}"
         seconds = time.monotonic() - started
         logger.info(f"Skipped {point.next_ordinal} finished documents in {seconds:.2f} s, {how}.")
@@ -380,7 +374,7 @@ class DocumentSource:
             if document is None:
                 raise CheckpointMismatch(
                     f"The input ended after {ordinal} documents, but {point.next_ordinal} were "
-                    "done before: it has shrunk, or limit of the reader was lowered. Restore it.",
+                    "done: it or the reader's limit has shrunk. Restore it.",
                     starts_over="with old results",
                 )
             if ordinal in point.milestones and point.milestones[ordinal] != fingerprint(
@@ -388,7 +382,6 @@ class DocumentSource:
             ):
                 raise CheckpointMismatch(
                     f"Document {ordinal} of this task, {safe_repr(document.id)}, is not the one "
-                    "that was done there before: the input, or an earlier step, has "
-                    "changed. Restore it.",
+                    "that was done there: the input, or an earlier step, has changed. Restore it.",
                     starts_over="with old results",
                 )

@@ -197,8 +197,8 @@ class RankReporter:
                             place = self.source.stands(MINUTE_SECONDS)
                     if place and not warned:
                         logger.warning(
-                            f"For a minute, no document has come: the reader stands{place}. Wait, "
-                            "or stop this run and correct that: the same command resumes."
+                            f"For a minute, no document has come: the reader stands{place}. "
+                            "Wait, or stop the run and correct that."
                         )
                     warned = bool(place)
                     if self.silence().lasts != was_silent:

@@ -235,8 +235,5 @@ def shown_rank(
             port = metrics_port(os.getpid(), config.metrics_host, config.metrics_port or 0)
             stack.enter_context(port.shows(now))
         except Exception as error:  # such as too many open files
-            logger.warning(
-                f"monitoring: could not be started: {error_text(error)}. The run goes on without "
-                "it."
-            )
+            logger.warning(f"monitoring: could not be started: {error_text(error)}.")
         yield

@@ -75,7 +75,7 @@ async def cancel(batch: Batch) -> str | None:
     except ProviderObjectMissing as error:
         if batch.state == "incomplete":
             return None
-        return f"{batch.id} is not canceled: {error}. Run the same command again first."
+        return f"{batch.id} is not canceled: {error}. Run again first."
     except (RetryableError, ServerRefused) as error:
         return f"{batch.id} is not canceled: {error}"
     finally:
@@ -118,7 +118,7 @@ class ProviderPasses:
     async def _stop_when_requested(self) -> None:
         await self._shutdown.requested()
         batches = _open_text(await self._open())
-        logger.warning(f"{batches} They stay there; the same command collects the answers.")
+        logger.warning(f"{batches} The same command collects the answers.")
         self._shutdown.raise_preempted()
 
     async def _settle(self, no_wait: bool) -> None:
@@ -153,8 +153,8 @@ class ProviderPasses:
             config = self._configs.get(batch.model)
             if config is None or config.server_type != "endpoint":
                 raise CheckpointMismatch(
-                    f"Batch {batch.id or batch.number} of this run is at a provider, and the "
-                    "config has no endpoint for it. Restore that, and run the same command again."
+                    f"Batch {batch.id or batch.number} has no endpoint in the config. Restore "
+                    "it, and run again."
                 )
             provider = self._providers[form] = await open_provider(config, batch.path)
         return provider
@@ -183,9 +183,8 @@ class ProviderPasses:
             # It may have been paid for: the user decides.
             raise ServerRefused(
                 f"{gone}Check the endpoint and the key. Its {plural(batch.requests, 'request')} "
-                "may have been paid for. To send them, and pay for them, again: datatrove-ckpt "
-                f"batches cancel {self._checkpoint.lease.files.folder.parent}, then run the same "
-                "command again."
+                "may have been paid for. To send them again: datatrove-ckpt batches cancel "
+                f"{self._checkpoint.lease.files.folder.parent}, then run again."
             ) from None
         if remote.status not in ENDED:
             if batch.state == "incomplete":  # it was only missing for a while
@@ -285,8 +284,8 @@ class ProviderPasses:
             return False
         await self._note(batch, "dropped")
         raise ServerRefused(
-            f"The provider refused batch {remote.id}: {remote.errors}. It was not paid for. "
-            "Correct the cause, and run the same command again."
+            f"The provider refused batch {remote.id}: {remote.errors}. Correct the cause, and "
+            "run again."
         )
 
     async def _collect(self, provider: BatchProvider, batch: Batch, remote: RemoteBatch) -> bool:
@@ -326,10 +325,9 @@ class ProviderPasses:
         is_strange = strange != "" and not answered
         if is_strange and config.provider_batches:
             raise ServerRefused(
-                f"Batch {remote.id}: no answer has the custom_id of a request, but all have others "
-                f"like {strange}, perhaps changed by a gateway. The batch was paid for: correct "
-                "that, and run the same command again. With provider_batches: false, its requests "
-                "are paid for again."
+                f"Batch {remote.id}: no answer has the custom_id of a request, but others like "
+                f"{strange}, perhaps of a gateway. Correct that, and run again. With "
+                "provider_batches: false, its requests are paid for again."
             )
         lines = min(remote.lines, batch.requests)
         is_short = bool(gone) or (len(answered) < lines and not is_strange)
@@ -344,13 +342,9 @@ class ProviderPasses:
             await self._change(_fail_others, batch, answered)
         await self._note(batch, "read")
         if is_short:
-            raise ServerRefused(
-                f"{missing}If you run the same command again, the other requests are sent, and "
-                "paid for, again."
-            )
+            raise ServerRefused(f"{missing}If you run again, the other requests are sent again.")
         logger.info(
-            f"Batch {remote.id} is {remote.status}, and its answers are saved. Requests that have "
-            "none are sent again."
+            f"Batch {remote.id} is {remote.status}. Requests without an answer are sent again."
         )
         return True
 

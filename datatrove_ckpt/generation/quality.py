@@ -73,8 +73,8 @@ class AnswerQuality:
         self._bad += is_bad
         if self._seen == _FIRST and 2 * self._bad > _FIRST:
             logger.warning(
-                f"{self._bad} of the first {_FIRST} answers are cut off, empty, looping, refusals, "
-                "or copies. Look at some: `datatrove-ckpt run --sample 5`."
+                f"{self._bad} of the first {_FIRST} answers are cut off, empty, looping, "
+                "refusals, or copies: see `datatrove-ckpt run --sample 5`."
             )
 
     def faults(self, choice: JsonObject, text: str, prompt: str) -> list[str]:

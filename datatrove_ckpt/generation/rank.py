@@ -81,9 +81,7 @@ from datatrove_ckpt.readers.inputs import Revisions
 from datatrove_ckpt.readers.pipeline import StepStats, steps_before
 from datatrove_ckpt.rollouts import ReadyMade
 
-_STARTS_OVER = (
-    "There is no checkpoint (checkpoints_local_dir is not set): the same command starts over."
-)
+_STARTS_OVER = "There is no checkpoint (checkpoints_local_dir): the same command starts over."
 
 
 def run_rank(
@@ -191,8 +189,8 @@ class _Run:
             self._take(data, root, prefix)
             return
         logger.info(
-            "provider_batches: a rollout that sends k requests in a row takes k passes over the "
-            "input, and each pass waits for its batches, a day at most."
+            "provider_batches: a rollout with k requests in a row takes k passes, and each waits "
+            "for its batches, a day at most."
         )
         for number, documents in enumerate(input_passes(data)):
             if not self._take(documents, root, prefix, number == 0):
@@ -448,8 +446,8 @@ class _Run:
     def _log_start(self, checkpoint: OpenCheckpoint) -> None:
         if not checkpoint.lease.lock.works:
             logger.warning(
-                f"{self.step.checkpoints_local_dir} has no working file locks: do not start a "
-                f"second process for task {self.rank}, which would take it over."
+                f"{self.step.checkpoints_local_dir} has no file locks: do not start a second "
+                f"process for task {self.rank}."
             )
         point = checkpoint.resumed
         if not point.is_fresh:
@@ -462,7 +460,7 @@ class _Run:
         shutdown = self.preemption.shutdown
         level = "WARNING"
         ended = f"interrupted by {shutdown.cause}"
-        again = "Run the same command again to resume."
+        again = "Run again to resume."
         if not shutdown.cause and isinstance(shutdown.failure, LimitReached):
             level = "INFO"
             ended = f"ended by {shutdown.failure.setting}"
@@ -474,10 +472,7 @@ class _Run:
         if self.step.checkpoints_local_dir is None:
             saved = f". {_STARTS_OVER}"
         elif checkpoint.error is not None:
-            saved = (
-                ". What was saved before that stays. Correct the cause, and run the same command "
-                "again."
-            )
+            saved = ". Correct the cause, and run again."
         else:
             given_up = ""
             if shutdown.given_up:
@@ -496,14 +491,11 @@ class _Run:
                 f"Task {self.rank}: there are no documents in its input.{progress.source.skipped}"
             )
             return
-        again = "If you run the same command again, it has nothing to do."
+        again = "If you run again, it has nothing to do."
         if step.checkpoints_local_dir is None:
             again = _STARTS_OVER
         elif step.retry_dead_letters and counts.dead:
-            again = (
-                f"If you run the same command again, it tries {plural(counts.dead, 'dead letter')} "
-                "once more."
-            )
+            again = f"If you run again, it tries {plural(counts.dead, 'dead letter')} once more."
         sent = f"{progress.last.own.sent} sent in this run"
         tiers = progress.last.total.tiers
         if BATCH in tiers:
@@ -533,8 +525,8 @@ def input_passes(data: Iterable[Document]) -> Iterator[Iterable[Document]]:
     if isinstance(first, Iterator) or not all(is_step):
         yield data
         raise WaitsForBatches(
-            "The answers of the batches are saved. The input comes from a function or an iterator, "
-            "which is read once: run the same command again, or make it a PipelineStep, or a list."
+            "The batches' answers are saved, but the input is a function or an iterator, read "
+            "once: run again, or make it a PipelineStep or a list."
         )
     while True:
         made = map(deepcopy, first) if isinstance(first, list) else first

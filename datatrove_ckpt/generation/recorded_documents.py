@@ -317,6 +317,6 @@ class RecordedDocuments:
         except CkptError as error:  # of the disk: the journal decides whether the rank goes on
             logger.warning(f"replay check: its end cannot be recorded: {error}")
         logger.warning(
-            "replay check: the rollout is not run again for documents that are done, because "
-            f"{redact(why)}. A resume compares the text of its code only."
+            f"replay check: finished documents are not replayed, because {redact(why)}. A resume "
+            "compares only the rollout's text."
         )

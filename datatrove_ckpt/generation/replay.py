@@ -444,9 +444,9 @@ class Replays:
 
 def mismatch(verdict: Verdict) -> CheckpointMismatch:
     return CheckpointMismatch(
-        "The rollout now sends other requests, or gives other results, for documents that are "
-        f"done:\n  {verdict}\nIts code, or a file, a package or a variable that it uses, has "
-        "changed. Restore that, or set accept_changes: what is done stays as it is.",
+        f"The rollout now gives finished documents other requests or results:\n  {verdict}\nIts "
+        "code, or a file, package or variable that it uses, has changed. Restore that, or set "
+        "accept_changes.",
         changes=[{"accept_changes": True}],
         starts_over="anew",
     )

@@ -272,8 +272,8 @@ class DocumentAnswers:
             self.cut_off += 1
             if ends_in_blanks(str(result.text)):
                 warn_once(
-                    "An answer ended in blanks until max_tokens cut it off. More tokens do not "
-                    'help: see "Answers of a given form" in docs/rollouts.md.'
+                    'An answer ended in blanks up to max_tokens: see "Answers of a given form" '
+                    "in docs/rollouts.md."
                 )
         faults: list[str] = []
         result.faults = faults
@@ -551,7 +551,7 @@ class RolloutRequests:
         elif model_of_payload != model:
             warn_once(
                 f"A payload names the model {model_of_payload!r}, which is not sent: the run's "
-                f"model is {model!r}. Leave it out of the payload, or start a run with that model."
+                f"model is {model!r}. Leave it out, or start a run with that model."
             )
         # datatrove's order of keys: engines answer in the order of a schema.
         payload = {**payload, "model": model}
@@ -614,8 +614,8 @@ class RolloutRequests:
         answers = self.answers
         if key.occurrence and sent.get("temperature") == 0:
             warn_once(
-                "A document sends a request again at temperature 0, where the answer is mostly the "
-                "same. Raise the temperature, or set show_error for answers in a form."
+                "A document repeats a request at temperature 0. Raise the temperature, or set "
+                "show_error for answers in a form."
             )
         ends_pieces = False
         try:
@@ -712,7 +712,7 @@ class RolloutRequests:
                 raise RequestFailed(
                     f"Given up after {attempts} batches "
                     f"(request_max_attempts={config.request_max_attempts}; {_UNKNOWN_FORMS} for "
-                    f"answers in an unknown form). Last cause: {cause}"
+                    f"answers in unknown forms). Last cause: {cause}"
                 )
         rank = self.rank
         if config.provider_batches:
@@ -757,11 +757,9 @@ class RolloutRequests:
         client = self.model.client
         believed = client.result().without_reason if client.done() else 0
         error = ServerRefused(
-            f"An answer has the finish_reason {reason!r}, but accept_null_finish_reason is for "
-            "servers that never give one: answers without one may be cut off, and this attempt has "
-            f"taken {believed} of them as complete. Remove the setting, and start over; or "
-            "continue with accept_changes, and look for null among the finish_reasons of finished "
-            "documents.",
+            f"An answer has the finish_reason {reason!r}, so {believed} answers without one, "
+            "which accept_null_finish_reason let pass, may be cut off. Remove it and start over; "
+            "or set accept_changes, and look for null among finish_reasons.",
             starts_over="anew",
         )
         return self._stopped(error)
@@ -782,9 +780,8 @@ class RolloutRequests:
             name = answered.model or self.config.model_name_or_path
             error = ServerRefused(
                 f"{name!r} has answered embed() with {plural(size, 'number')}, and before with "
-                f"{first}, for the same params: its servers have different models. This answer is "
-                "not saved. Give all servers the first answer's model, and run the same command "
-                "again; or start over.",
+                f"{first}, for the same params. Give all its servers the first answer's model, "
+                "and run again; or start over.",
                 starts_over="anew",
             )
             raise self._stopped(error)

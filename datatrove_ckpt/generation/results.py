@@ -55,9 +55,8 @@ class ResultEncoder:
         check_first(step, document)
         if self._keeps_results and step.metadata_key in document.metadata:
             logger.warning(
-                f"The documents have {step.metadata_key!r} in their metadata already, perhaps "
-                "of an earlier run; the new results replace it. To keep both, give another "
-                "metadata_key."
+                f"The documents have {step.metadata_key!r} in their metadata already; the new "
+                "results replace it. To keep both, give another metadata_key."
             )
 
     def check(self, document: Document) -> None:
@@ -82,8 +81,8 @@ class ResultEncoder:
         is_whole = all(isinstance(result, InferenceResult | None) for result in results)
         if not is_whole and current not in (repr(results), *map(repr, results)):
             raise DocumentNotSerializable(
-                f"The rollout {name_of(rollout_fn)} has set metadata[{column!r}], where the value "
-                "that it returns belongs. Use another key of the metadata."
+                f"The rollout {name_of(rollout_fn)} has set metadata[{column!r}], where its "
+                "result belongs. Use another key."
             )
 
     def encode(self, document: Document, results: list[object], answers: DocumentAnswers) -> bytes:
@@ -218,8 +217,8 @@ def check_answer(step: RunnerSettings, document: Document) -> None:
             setting: f"{current[setting]}_2" for setting in map(settings.__getitem__, names)
         }
         raise ConfigError(
-            f"{settings[names[0]]}: document {document.id!r} has {' and '.join(map(repr, names))} "
-            "in its metadata already, perhaps of an earlier run, and this run would replace "
-            f"that. Give other names: {' and '.join(map(' '.join, replacements.items()))}.",
+            f"{settings[names[0]]}: document {document.id!r} has "
+            f"{' and '.join(map(repr, names))} in its metadata already. Give other names: "
+            f"{' and '.join(map(' '.join, replacements.items()))}.",
             changes=[replacements],
         )

@@ -27,9 +27,7 @@ from datatrove_ckpt.user_code.code_identity import CodeIdentity
 from datatrove_ckpt.user_code.description import type_name
 from datatrove_ckpt.user_code.statements import digest
 
-_OTHER_NAME = (
-    "an endpoint names a model that is new to the run; set it only if it is the same model"
-)
+_OTHER_NAME = "an endpoint names a new model; set it only if it is the same"
 CHAT_TEXTS = "rollout_fn.chat_texts"
 """The field of runs that send a chat, as JSON in ``prompt_column``, as a chat."""
 
@@ -53,15 +51,15 @@ def run_identity(
         "output_filename": writer.output_filename.template,
     }
     notes = {name: note for name, note in code.made.notes.items() if name in code.fields}
-    notes[OUTPUT_FOLDER] = "a task is running: stop the run before its output is moved"
-    notes[CHAT_TEXTS] = "before, JSON in prompt_column was sent as one message; others are the same"
+    notes[OUTPUT_FOLDER] = "a task is running: stop the run first"
+    notes[CHAT_TEXTS] = "before, JSON in prompt_column was sent as one message"
     notes[ENDPOINT_MODELS] = _OTHER_NAME
     fields: JsonObject = {"identity_version": code.version}
     fields |= _fields_of_models(models) | code.fields | output
     for name, flags in fields.items():
         is_new = without_model(name) == "model_kwargs" and KV_CACHE_FLAGS & {*flags}
         if is_new and not KV_CACHE_FLAGS & {*recorded.get(name, ())}:
-            notes[name] = "before, types of the KV cache were not recorded; they change answers"
+            notes[name] = "before, types of the KV cache were not recorded"
     # The run's answers may come from endpoints that are no longer in the list.
     for name, models_before in recorded.items():
         if without_model(name) == ENDPOINT_MODELS:

@@ -126,8 +126,7 @@ class RunnerSettings(PipelineStep):
         names = self.code().made.not_compared
         if names and self.checkpoints_local_dir is not None:
             logger.warning(
-                f"rollout: a resume does not notice when these change: {'; '.join(names)}. They "
-                "differ at each start or machine, or cannot be known."
+                f"rollout: a resume does not notice when these change: {'; '.join(names)}."
             )
 
     def _check_settings(self) -> None:
@@ -150,10 +149,7 @@ class RunnerSettings(PipelineStep):
     def _check_names(self) -> None:
         key = self.metadata_key
         if isinstance(self.rollout_fn, EmbedRollout) and self.rollout_fn.column == key:
-            raise ConfigError(
-                f"column: {key!r} is the step's metadata_key, which has the results. Give another "
-                "name."
-            )
+            raise ConfigError(f"column: {key!r} is the step's metadata_key. Give another name.")
         if self.answer_column in (key, "", *FIELDS):
             raise ConfigError(
                 f"answer: {self.answer_column!r} is taken, or no name. Give another name, such as "
@@ -172,8 +168,7 @@ class RunnerSettings(PipelineStep):
         prices = [each for model in self.models.values() for each in model.all_prices]
         if self.max_cost is not None and not all(prices):
             raise ConfigError(
-                "needs the prices of a million tokens. Add what your provider takes, such as "
-                "prices: {prompt: 2, completion: 8}",
+                "needs prices of a million tokens, such as prices: {prompt: 2, completion: 8}",
                 setting="max_cost",
             )
         generates = self.max_cost is not None and not isinstance(self.rollout_fn, EmbedRollout)
@@ -181,15 +176,14 @@ class RunnerSettings(PipelineStep):
             if generates and "completion" not in each:
                 shown = ", ".join(f"{name}: {each[name]}" for name in each)
                 raise ConfigError(
-                    "cannot hold without the price of completion tokens. Write prices: "
-                    f"{{{shown}, completion: 8}}, with your provider's price, or 0.",
+                    f"needs the price of completion tokens. Write prices: {{{shown}, completion: "
+                    "8}, with your provider's price, or 0.",
                     setting="max_cost",
                 )
         for name, value in asdict(self.limits).items():
             if value and any(model.provider_batches for model in self.models.values()):
                 raise ConfigError(
-                    "cannot stop provider_batches, which are sent as a whole. Set limit of the "
-                    "reader.",
+                    "cannot stop provider_batches. Set the reader's limit.",
                     setting=name,
                 )
 
@@ -429,10 +423,9 @@ class RunnerSettings(PipelineStep):
                 script_names.warn_left_out(names)
             if launcher(outer).has_own_disks and not hasattr(outer, "sends_own_modules"):
                 logger.warning(
-                    "datatrove's JobsPipelineExecutor: its jobs resume only with "
-                    "checkpoints_remote_dir, do not drain before their timeout, and get this "
-                    "package and keys only by dependencies and secrets. "
-                    "datatrove_ckpt.JobsPipelineExecutor does all of that."
+                    "datatrove's JobsPipelineExecutor resumes only with checkpoints_remote_dir, "
+                    "does not drain, and needs this package and keys as dependencies and "
+                    "secrets. Use datatrove_ckpt.JobsPipelineExecutor."
                 )
         copied = memo[id(self)] = self.changed()
         copied.__dict__.update(deepcopy(self.__dict__, memo))

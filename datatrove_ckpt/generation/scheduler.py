@@ -66,9 +66,8 @@ async def end_documents(requests: RankContext) -> None:
     number = sum(not task.done() for task in running)
     if number:
         logger.error(
-            f"{number} rollouts ignored their cancellation for {sum(waits):g} s and are "
-            "left behind. A rollout must let asyncio.CancelledError out: write `except "
-            "Exception`, not `except BaseException`."
+            f"{number} rollouts ignored their cancellation for {sum(waits):g} s and are left "
+            "behind. In rollouts, write `except Exception`, not `except BaseException`."
         )
 
 
@@ -154,8 +153,8 @@ def _log_drain(requests: RankContext, models: list[RankModel]) -> None:
         logger.info(f"{cause}: {plural(half, 'half-written answer')} will go on after a restart.")
     if in_flight or calls or (shutdown.failure is None and not half):
         logger.warning(
-            f"{cause}: {running} in flight have {shutdown.drain_seconds:g} s to be "
-            "answered; a further signal, or cancellation, ends the wait at once."
+            f"{cause}: {running} in flight have {shutdown.drain_seconds:g} s; a further signal, "
+            "or cancellation, ends the wait."
         )
 
 

@@ -113,8 +113,7 @@ async def warn_when_blocked() -> None:
                     _named.add(line)
                     logger.warning(
                         f"For {_BLOCKED_SECONDS:g} s, the rollout has blocked the event "
-                        f"loop{line}: no other request is sent or answered until this returns. "
-                        "Move the blocking call into a thread: "
+                        f"loop{line}, and all other requests. Move the call into a thread: "
                         "`await asyncio.to_thread(function, ...)`."
                     )
                 beat.wait()

@@ -95,8 +95,7 @@ def _check_call(rollout_fn: Rollout, shared: Shared, complete: bool) -> None:
         return  # some callables of other languages have no signature
     if next(iter(signature.parameters), "") == "generate":
         raise ConfigError(
-            f"{name_of(rollout_fn)} takes generate first, and is given the document first. "
-            f"{_ADVICE}.",
+            f"{name_of(rollout_fn)} takes generate first, and gets the document first. {_ADVICE}.",
             setting="rollout_fn",
         )
     bind = signature.bind if complete else signature.bind_partial
@@ -106,7 +105,7 @@ def _check_call(rollout_fn: Rollout, shared: Shared, complete: bool) -> None:
         call = ", ".join(["document", "generate", *(f"{name}=..." for name in shared)])
         raise ConfigError(
             f"{name_of(rollout_fn)} cannot be called as rollout({call}): {error}. Its parameters "
-            "must be document, generate, and the names that shared_context gives.",
+            "must be document, generate, and the names in shared_context.",
             setting="rollout_fn",
         ) from None
 

@@ -75,7 +75,7 @@ class ManifestSigner:
         if self.is_on and len(self._key.reveal()) < _LEAST_CHARACTERS:
             raise ConfigError(
                 f"{MIRROR_KEY_VARIABLE}: a key has at least {_LEAST_CHARACTERS} characters "
-                "(`openssl rand -hex 32` makes one). Unset it to mirror without a key."
+                "(openssl rand -hex 32). Unset it to mirror without a key."
             )
 
     def add(self, name: str, body: bytes) -> bytes:
@@ -96,19 +96,18 @@ class ManifestSigner:
             if signed is not None:
                 raise ConfigError(
                     f"{MIRROR_KEY_VARIABLE} is not set, but {url} is signed with a key. Export "
-                    "the key where the tasks run. To run without a key, remove the mirror, and "
-                    "continue from the local folder."
+                    "it where the tasks run; or, to run without, remove the mirror."
                 )
         elif signed is None:
             raise CheckpointCorrupt(
-                f"{url} is not signed, although {MIRROR_KEY_VARIABLE} is set: others may have made "
-                "it. If it was made before you had a key, start once without the key, and then "
-                "with it; else remove this version."
+                f"{url} is not signed, although {MIRROR_KEY_VARIABLE} is set. If you made it "
+                "before the key, start once without it; else remove this version, which others "
+                "may have made."
             )
         elif not hmac.compare_digest(self._digest(name, signed[1] + b"}").encode(), signed[2]):
             raise CheckpointCorrupt(
-                f"{url} is not signed with the key in {MIRROR_KEY_VARIABLE}, or not for this task "
-                "and version. Set the key that made it, or remove this version."
+                f"{url} is not signed with the key in {MIRROR_KEY_VARIABLE}, or not for this "
+                "task and version. Set the right key, or remove this version."
             )
 
     def _digest(self, name: str, body: bytes) -> str:
@@ -383,8 +382,7 @@ class VersionStore:
                 return data
             if folder == "objects":
                 logger.warning(
-                    f"{self.url}/objects/{part.name} is missing or damaged. Reading its copy "
-                    "instead."
+                    f"{self.url}/objects/{part.name} is missing or damaged. Its copy is read."
                 )
         raise MirrorDamaged(f"object {part.name} is missing or damaged, and so is its copy")
 
@@ -556,7 +554,7 @@ class VersionWriter:
             other = (process or b"another process").decode(errors="replace")[:300]
             raise Fenced(
                 f"Another process has taken this task over: {printable(other)} owns the mirror "
-                f"{self._versions.url} now. This one writes nothing more; what it saved is kept."
+                f"{self._versions.url} now. This process writes nothing more."
             )
         return ownerships, versions
 

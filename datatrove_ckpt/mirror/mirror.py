@@ -110,19 +110,17 @@ class RemoteMirror:
         if not self._wait_for(self._owner_checks, _OWNER_WAIT_SECONDS, stopping):
             if self._answers:
                 logger.warning(
-                    f"The mirror {self.url} does not show whether another process has taken this "
-                    f"task over. Its output is published after {_OWNER_WAIT_SECONDS:g} s of "
-                    "waiting."
+                    f"The mirror {self.url} does not show who owns this task. Its output is "
+                    f"published after {_OWNER_WAIT_SECONDS:g} s."
                 )
             self._answers = False
             self._owned_until = time.monotonic() + _OWNER_WAIT_SECONDS
 
     def _without_version(self) -> StorageFailed:
         return StorageFailed(
-            f"Nothing could be uploaded to the mirror {self.url} ({self._failure}). The task's "
-            "first output, and each batch at a provider, wait for that. Every answer is saved on "
-            "this node. Correct that (network, credentials, disk space), or remove the setting "
-            "checkpoints_remote_dir, and run the same command again."
+            f"Nothing could be uploaded to the mirror {self.url} ({self._failure}). Output and "
+            "provider batches wait for that. Correct that (network, credentials, disk space), or "
+            "remove checkpoints_remote_dir, and run again."
         )
 
     def _wait_for(
@@ -161,8 +159,7 @@ class RemoteMirror:
             if self.shutdown.is_requested:
                 limit = DRAIN_SECONDS
             logger.warning(
-                f"The last upload to the mirror {self.url} did not end within {limit:g} s. The "
-                "local checkpoint is complete."
+                f"The last upload to the mirror {self.url} did not end within {limit:g} s."
             )
         self._given_up = True
         with self._reading:
@@ -222,9 +219,8 @@ class RemoteMirror:
             self._failure = retrying.failure_line(error)
             if job_launch.LAUNCH in os.environ and retrying.http_status(error) in (401, 403):
                 raise StorageFailed(
-                    f"{self.url} refuses this job's token ({retrying.library_line(error)}), and "
-                    "the job's disk would be lost. Log in (hf auth login) where the run was "
-                    "started, and run the same command again."
+                    f"{self.url} refuses this job's token ({retrying.library_line(error)}). Log "
+                    "in (hf auth login) where the run was started, and run again."
                 ) from error
             is_final = isinstance(error, OSError) and not retrying.STORAGE.is_transient(error)
             if is_final and self._owner_checks and not self._is_owned:
@@ -232,11 +228,11 @@ class RemoteMirror:
             if not self._given_up:
                 self._failures += 1
                 warning = (
-                    f"Could not mirror the checkpoint to {self.url}: {self._failure}. What is "
-                    "newer is saved on this node only."
+                    f"Could not mirror the checkpoint to {self.url}: {self._failure}. Newer work "
+                    "is on this node only."
                 )
                 if not self._stopping:
-                    warning += " The run continues and tries again later."
+                    warning += " The run tries again later."
                 logger.warning(warning)
             return int(retrying.MIRROR.wait(self._failures))
         if self._failures:
@@ -266,7 +262,7 @@ class RemoteMirror:
             except FileNotFoundError as error:  # a mistake, not an outage
                 raise ConfigError(
                     f"checkpoints_remote_dir: nothing can be written to {url}: {error}. Make the "
-                    "bucket or folder, or correct the setting, and run the same command again."
+                    "bucket or folder, or correct the setting."
                 ) from error
             for name, file in grown.items():
                 while (remaining := snapshot.sizes[name] - uploads.uploaded_bytes(name)) > 0:

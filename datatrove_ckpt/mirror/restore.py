@@ -75,7 +75,7 @@ from datatrove_ckpt.mirror.manifests import (
     decode_answers,
 )
 
-_WITHOUT = " To start without what the mirror holds, remove the setting checkpoints_remote_dir."
+_WITHOUT = " To start without the mirror, remove checkpoints_remote_dir."
 
 
 def restore_rank(url: str, root: Path, rank: int, retries: bool) -> None:
@@ -174,7 +174,7 @@ def restore(url: str, folder: Path) -> None:
         )
         return
     if manifests_lost:
-        raise _no_complete_version(url, "There is no version at all, but there are objects.")
+        raise _no_complete_version(url, "There are objects, but no version.")
     if not versions:
         return
     try:
@@ -223,8 +223,8 @@ def _restore_newest(
     )
     if owner is not None:
         logger.warning(
-            f"Another node has continued this task since {folder} was written here (version "
-            f"{version.number} at {mirrored.url}). The old folder is kept as {aside}."
+            f"Another node has continued the task of {folder} (version {version.number} at "
+            f"{mirrored.url}). The old folder is kept as {aside}."
         )
 
 
@@ -238,8 +238,7 @@ def _refuse_unrelated(
             theirs |= set(mirrored.read_manifest(version).run["owner"]["earlier"])
     if not ours & theirs and not _began_with_mirror(folder):
         raise CheckpointMismatch(
-            f"{folder} and its mirror {mirrored.url} were started separately. Remove the one that "
-            "shall not continue."
+            f"{folder} and its mirror {mirrored.url} were started separately. Remove one."
         )
 
 
@@ -269,15 +268,15 @@ def _build_newest(
         if problems:
             logger.warning(
                 f"Using version {built[0].number} of {built[1].uploaded_at} from the mirror "
-                f"{mirrored.url}, because newer ones are damaged: {'; '.join(problems)}. What is "
-                "newer than it is requested again."
+                f"{mirrored.url}, because newer ones are damaged: {'; '.join(problems)}. Their "
+                "work is repeated."
             )
         return built
     if not mirrored.list_objects():
         # Only the first version is written before any object, and it is empty. A kill has torn its
         # manifest.
         logger.warning(
-            f"{problems[0]}. Nothing else was mirrored to {mirrored.url} yet. The task starts from "
+            f"{problems[0]}. Nothing else was mirrored to {mirrored.url}. The task starts from "
             "nothing."
         )
         for version in versions:
@@ -288,9 +287,9 @@ def _build_newest(
 
 def _no_complete_version(url: str, problems: str) -> CheckpointCorrupt:
     return CheckpointCorrupt(
-        f"No version at {url} is complete:\n  {problems}\nBring the objects back if you can (some "
-        f"buckets keep old ones), and run the same command again; or remove {url} and the task's "
-        "output files, to pay for it again."
+        f"No version at {url} is complete:\n  {problems}\nBring the objects back (some buckets "
+        f"keep old ones), and run again; or remove {url} and the task's output files, to pay "
+        "again."
     )
 
 
@@ -398,7 +397,7 @@ class MirrorReader:
 def unreadable(url: str, error: Exception, advice: str = "") -> StorageFailed:
     return StorageFailed(
         f"Could not read the mirror {url}: {failure_line(error)}. Correct that (network, "
-        f"credentials) and run the same command again.{advice}"
+        f"credentials).{advice}"
     )
 
 
@@ -450,8 +449,8 @@ def upload_rank(url: str, folder: Path) -> None:
         uploads.publish(finished=layout.is_finished(folder))
     except OSError as error:
         raise StorageFailed(
-            f"Could not upload the changed task to {url}: {failure_line(error)}. The mirror is as "
-            "it was. Correct that, and run the same command again."
+            f"Could not upload the changed task to {url}: {failure_line(error)}. Correct that, "
+            "and run again."
         ) from error
 
 
@@ -632,7 +631,7 @@ def restore_advice(url: str, folder: Path, min_size: int) -> str:
     if manifest is None or not manifest.files or manifest.sizes.get(layout.COMMITS, 0) < min_size:
         return ""
     return (
-        f" The mirror {url} has this task as of {manifest.uploaded_at}: to continue from there, "
-        f"move its folder away while no task runs (mv {shlex.quote(str(folder))} "
-        f"{shlex.quote(f'{folder}.damaged')}), and run the same command again."
+        f" The mirror {url} has this task as of {manifest.uploaded_at}. To take that, move its "
+        f"folder away while no task runs (mv {shlex.quote(str(folder))} "
+        f"{shlex.quote(f'{folder}.damaged')}), and run again."
     )

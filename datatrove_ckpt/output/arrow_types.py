@@ -104,7 +104,7 @@ def _type_of_one(kind: type, values: list[Any], column: str, input_types: Types)
             return pa.int64()
         if low >= 0 and high < 2**64:
             return pa.uint64()
-        raise ValueError(f"{column}: the integers {low} to {high} do not fit into 64 bits")
+        raise ValueError(f"{column}: the integers {low} to {high} exceed 64 bits")
     if isinstance(values[0], time) and any(value.tzinfo is not None for value in values):
         raise ValueError(f"{column}: Arrow has no times of day with a time zone")
     zones = {str(getattr(value, "tzinfo", None)): value for value in values}

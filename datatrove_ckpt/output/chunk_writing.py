@@ -173,8 +173,8 @@ class ChunkWriter:
                 for mismatch in mismatches
             )
             logger.warning(
-                f"{columns} (seen at chunk {chunk_index} of task {self._rank}). Loaders take the "
-                f"types of the first file, so the dataset may not load as one. {ONE_TYPE}."
+                f"{columns} (chunk {chunk_index} of task {self._rank}). Loaders take the first "
+                f"file's types, so the dataset may not load as one. {ONE_TYPE}."
             )
         if not is_written:
             self._write(staged, chunk_index, documents, self._copy(staged, schema))
@@ -239,9 +239,7 @@ class ChunkWriter:
         cause = error.__cause__
         subject = f"Chunk {chunk_index}"
         reason = f"{type(cause).__name__}: {cause}"
-        advice = (
-            "Fix the writer (its adapter, its schema; new code of it needs accept_changes=True)"
-        )
+        advice = "Fix the writer (adapter, schema; its new code needs accept_changes=True)"
         writer = self._copy(None)
         culprit = None
         with suppress(Exception):  # of a user's adapter; other writers have no schema
@@ -256,8 +254,8 @@ class ChunkWriter:
                 name = repr(decode(document).id)
             subject = f"Document {name} (number {ordinal} of this task)"
         return OutputFailed(
-            f"{subject} could not be written by {type(self._writer).__name__}: {reason}. {advice}. "
-            "The chunk's journal is kept: run the same command again, and no request is sent twice."
+            f"{subject} could not be written by {type(self._writer).__name__}: {reason}. "
+            f"{advice}. Run again: no request is sent twice."
         )
 
     def _name_culprit(
@@ -418,8 +416,8 @@ class ColumnTypes:
             levels = _levels(self.types[name])
             if levels > _MAX_LEVELS:
                 raise ValueError(
-                    f"values in column {name!r} have {levels} levels of Parquet's (a list has "
-                    f"two), and no reader opens a file of more than {_MAX_LEVELS}"
+                    f"values in column {name!r} have {levels} levels (a list has two), and "
+                    f"readers of Parquet take {_MAX_LEVELS}"
                 )
 
     def schema(self) -> Schema:
@@ -493,8 +491,8 @@ class SchemaMismatch(NamedTuple):
 
 
 ONE_TYPE = (
-    "Give ParquetWriter a schema that fits, or an adapter that sets one type, or continue with "
-    "output_format: jsonl. Each needs accept_changes: what is committed stays as it is"
+    "With accept_changes, give ParquetWriter a schema or an adapter that sets one type, or "
+    "continue with output_format: jsonl"
 )
 
 
@@ -753,8 +751,8 @@ class ChunkOutput:
                 if owner != mine:
                     raise OutputFailed(
                         f"Chunks {owner[1]} and {chunk_index} of task {self._rank} would both "
-                        f"write {name}: fields of documents run into the chunk index in "
-                        f"output_filename {self.names.template!r}. Put a / or _ between them.",
+                        f"write {name}. Put a / or _ between a document's field and the chunk "
+                        f"index in output_filename {self.names.template!r}.",
                         starts_over="anew",
                     )
             if not self._has_published:
@@ -816,8 +814,8 @@ class WriterTrial:
         except Exception as error:
             raise DocumentNotSerializable(
                 f"Document {safe_repr(doc_id)} holds a value that {type(writer).__name__} cannot "
-                f"write: {type(error).__name__}: {safe_text(error)}. Let the rollout return and "
-                "set JSON values, or give the writer an adapter."
+                f"write: {type(error).__name__}: {safe_text(error)}. Let the rollout use JSON "
+                "values, or give the writer an adapter."
             ) from error
         self._takes_usual = formats.JSONL.is_written_by(writer) or infers_schema(writer)
 

@@ -163,8 +163,8 @@ def encode(document: Document) -> bytes:
         name = safe_repr(getattr(document, "id", None))
         raise DocumentNotSerializable(
             f"Document {name} holds a value that cannot be kept: "
-            f"{safe_text(error)}{likely_mistake(error)}. The rollout must remove what is not JSON, "
-            "a date, bytes or a numpy value, such as an image, before it returns."
+            f"{safe_text(error)}{likely_mistake(error)}. The rollout may return only JSON, "
+            "dates, bytes and numpy values."
         ) from error
 
 

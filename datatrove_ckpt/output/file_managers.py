@@ -55,15 +55,15 @@ class StagedFiles(OutputFileManager):  # type: ignore[misc]
     def _create(self, filename: str) -> OutputStream:
         if filename in self.finished:
             raise OutputFailed(
-                f"{filename} was closed and is written to again, which would lose its content."
+                f"{filename} was closed: writing to it again would lose its content."
             )
         path = self.folder / filename
         files.disk.make_dirs(path.parent)
         if path.exists():
             raise OutputFailed(
-                f"{filename} and another name of this chunk are one file on this file system, "
-                "which ignores case or how Unicode is composed. Give the documents names that "
-                "differ in more, or choose another output_filename or file system."
+                f"{filename} and another name of this chunk are one file here, as the file "
+                "system ignores case or Unicode's forms. Give other names, or choose another "
+                "output_filename or file system."
             )
         return OutputStream(path, filename, self)
 

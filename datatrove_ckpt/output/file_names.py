@@ -82,8 +82,8 @@ class FileNames:
         except KeyError as error:
             raise InvalidFileName(
                 f"Document {values['id']!r} has no metadata {error.args[0]!r}, which "
-                f"output_filename {self.template!r} needs. Set it in a step before this one or in "
-                "the rollout, or choose another output_filename."
+                f"output_filename {self.template!r} needs. Set it in an earlier step or the "
+                "rollout, or choose another output_filename."
             ) from error
         problem = self._problem(values, name) if self.fields else None
         if problem:
@@ -93,8 +93,8 @@ class FileNames:
             raise InvalidFileName(
                 f"Document {values['id']!r}: with its {values_text}, output_filename "
                 f"{self.template!r} gives the file name {safe_repr(name)}, which {problem}. "
-                "Correct the documents (a step before this one can), or choose another "
-                'output_filename. on_document_error="dead_letter" sets such documents aside.'
+                "Correct the documents, or choose another output_filename; "
+                'on_document_error="dead_letter" sets such documents aside.'
             )
         return name
 
@@ -109,10 +109,10 @@ class FileNames:
             return 'leaves the output folder, or has an empty part, "." or ".."'
         longest = max(map(len, parts)) + self._number
         if longest > _MAX_PART_BYTES:
-            return f"has a part of {longest} bytes; {_MAX_PART_BYTES} is the limit of file systems"
+            return f"has a part of {longest} bytes, of at most {_MAX_PART_BYTES}"
         folded = tuple(plain(name).casefold().split("/"))
         if any(folded[: len(reserved)] == reserved for reserved in self._reserved):
-            return "is in a folder of the checkpoint or of files that are being written"
+            return "is in a folder of the checkpoint or of staged files"
         return None
 
 

@@ -196,8 +196,8 @@ class HubFolder:
             name, _, path = path_and_name.partition("/")
         if not owner or not name or (at and revision is None and "@" in name):
             raise ConfigError(
-                f"{url!r} names no repository. Write hf://datasets/OWNER/NAME, then @REVISION if "
-                "it is not main, then the folder: hf://datasets/OWNER/NAME@REVISION/FOLDER."
+                f"{url!r} names no repository. Write hf://datasets/OWNER/NAME@REVISION/FOLDER, "
+                "of which the revision and the folder may be left out."
             )
         return cls(kind, f"{owner}/{name}", revision, path.strip("/"), endpoint)
 

@@ -29,16 +29,16 @@ def _advice(error: BaseException) -> str:
         return "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE."
     if isinstance(error, PermissionError) or status in (401, 403):
         return (
-            "Check the credentials, and what they allow. The hub needs HF_TOKEN, or a login (hf "
-            "auth login), with write access to the repository. S3 needs s3:PutObject, "
-            "s3:GetObject, s3:ListBucket, s3:AbortMultipartUpload, s3:ListBucketMultipartUploads."
+            "Check the credentials. The hub needs HF_TOKEN, or a login (hf auth login), with "
+            "write access. S3 needs s3:PutObject, s3:GetObject, s3:ListBucket, "
+            "s3:AbortMultipartUpload, s3:ListBucketMultipartUploads."
         )
     if isinstance(error, FileNotFoundError) or status == 404:
         return (
-            "Make the bucket, or the repository and its branch, or correct the output folder (on "
-            "S3 also AWS_ENDPOINT_URL)."
+            "Make the bucket, repository or branch, or correct the output folder (on S3 also "
+            "AWS_ENDPOINT_URL)."
         )
-    return "Check the network, the server and its status page, and HF_ENDPOINT on the hub."
+    return "Check the network, the server's status, and HF_ENDPOINT."
 
 
 class InterruptibleCalls:
@@ -120,7 +120,7 @@ class InterruptibleCalls:
             raise self.failed(problem, error) from error
 
     def failed(self, problem: str, error: OSError) -> OutputFailed:
-        advice = "Nothing that was saved is lost: run the same command again."
+        advice = "Run again."
         explained = f"{self._explain(error)}. {_advice(error)}"
         return OutputFailed(f"{self.location}: {problem}: {explained} {advice}")
 
@@ -166,20 +166,20 @@ def _ask(folder: HubFolder) -> str | None:
         )
     if get_token() is None:
         raise OutputFailed(
-            f"{folder.url}: there is no token for the hub. Export HF_TOKEN with one that may "
-            f"write to {folder.repo}, or run: hf auth login. Tasks on other nodes need it there."
+            f"{folder.url}: there is no token. Where the tasks run, export HF_TOKEN with one "
+            f"that may write to {folder.repo}, or run: hf auth login."
         )
     if folder.is_bucket:
         try:
             folder.api().bucket_info(folder.repo)
         except BucketNotFoundError:
             return None
-        return f"{folder.url} exists. Whether the token may write to it shows with the first file."
+        return f"{folder.url} exists. The first file shows whether the token may write."
     response = get(f"{folder.api_url}/auth-check/write")
     if response.headers.get("X-Error-Code") == "RepoNotFound":
         return None
     if response.status_code == 404:
-        return f"{folder.url}: whether the token may write to this hub shows with the first file."
+        return f"{folder.url}: the first file shows whether the token may write."
     hf_raise_for_status(response)
     return f"{folder.url} exists, and the token may write to it."
 
@@ -192,19 +192,19 @@ def _make(folder: HubFolder, private: bool | None, only_look: bool) -> str:
         make = f"hf buckets create {shlex.quote(folder.repo)}"
     if private is None or folder.revision is not None:  # a run makes no branches
         raise OutputFailed(
-            f"{folder.url}: there is no {kind} {folder.repo}, or this token may not see it. "
-            "Correct the name or the token; restore it, if the run has written there; or make it: "
-            f"{make} --private"
+            f"{folder.url}: there is no {kind} {folder.repo}, or it is hidden from this token. "
+            f"Correct the name or token; restore it, if the run had it; or make it: {make} "
+            "--private"
         )
     how = "public"
     if private:
         how = "private"
     if only_look:
-        return f"{folder.url}: there is no {kind} {folder.repo} yet; a run makes it, {how}."
+        return f"{folder.url}: there is no {kind} {folder.repo} yet; a run makes it {how}."
     if folder.is_bucket:
         folder.api().create_bucket(folder.repo, private=private, exist_ok=True)
     else:
         folder.api().create_repo(folder.repo, private=private, repo_type=folder.kind, exist_ok=True)
-    made = f"{folder.url}: made the {how} {kind} {folder.repo}, which was not there."
+    made = f"{folder.url}: made the {how} {kind} {folder.repo}."
     logger.info(made)
     return made

@@ -221,9 +221,9 @@ class OutputOwnership:
             self.check()
         except PermissionError as error:
             logger.warning(
-                f"{self._record.place} cannot be written ({failure_line(error)}), so "
-                f"nothing shows other runs that {self._folder.resolve_paths('')} belongs to this "
-                "run: start no other run into it."
+                f"{self._record.place} cannot be written ({failure_line(error)}), so other runs "
+                f"do not see that {self._folder.resolve_paths('')} belongs to this run: start no "
+                "other into it."
             )
 
     def _refusal(self, owner: OutputOwner) -> OutputMismatch:
@@ -231,14 +231,13 @@ class OutputOwnership:
         advice = ""
         if owner.home == self._origin.place:
             advice = (
-                f"If it is this very run, whose file {self._origin.file} is missing or damaged, "
-                f"copy {shlex.quote(self._record.place)} there, and run again. Else: "
+                f"If it is this run, whose file {self._origin.file} is lost, copy "
+                f"{shlex.quote(self._record.place)} there, and run again. Else: "
             )
         return OutputMismatch(
             f"{location} belongs to another run, with checkpoints in {owner.home} (host "
-            f"{owner.host}): both runs would write files that output_filename {self._template!r} "
-            f"names. Nothing was written. {advice}Choose another output folder for this run. If "
-            "the other run is no more, remove its files there, and the file that names it, "
+            f"{owner.host}): both write {self._template!r}. {advice}Choose another output "
+            "folder. If the other run is no more, remove its files there, and "
             f"{shlex.quote(self._record.place)}; then run again."
         )
 
@@ -619,23 +618,21 @@ def file_problem(file: OutputFile, size: int | None) -> tuple[str, str]:
     if size is None:
         return "missing", "is missing"
     if size == file.size:
-        return "altered", "is altered: it has the committed size and another content"
+        return "altered", "is altered: it has another content"
     kind = "truncated" if size < file.size else "grown"
     return kind, f"is {kind}: it has {size} bytes instead of {file.size}"
 
 
 def other_content(location: str, names: Sequence[str]) -> OutputMismatch:
     return OutputMismatch(
-        f"{location} has other content, which this task has not published, under these names: "
-        f"{first_names(names)}. Nothing was overwritten. If another run writes to this folder, "
-        "stop one of the two, and start it over with folders of its own. Move what is not this "
-        "run's out of the folder, and run the same command again."
+        f"{location} has files that this task has not published: {first_names(names)}. If "
+        "another run writes there, start one over in other folders. Move what is not this run's "
+        "away, and run again."
     )
 
 
 STRAY_ADVICE = (
-    "Documents may be in the output twice. Move such files out of the output folder, or delete "
-    "them if nothing else needs them"
+    "Documents may be in the output twice. Move such files out of the folder, or delete them"
 )
 """Advice for files of a template that no commit names."""
 
@@ -799,9 +796,8 @@ class OutputFolder:
             if other is not file:
                 raise OutputMismatch(
                     f"{self.location}: {file.path} was written by {other.place} and by "
-                    f"{file.place}. One overwrote the other's documents: output_filename "
-                    f"{self._template!r} gives both the same name. Choose one that begins with "
-                    "${rank}/${chunk_index}/.",
+                    f"{file.place}. One overwrote the other. Choose an output_filename (now "
+                    f"{self._template!r}) that begins with ${{rank}}/${{chunk_index}}/.",
                     starts_over="anew",
                 )
         return committed
@@ -867,26 +863,25 @@ class OutputFolder:
         recorded = recorded_output(self.root)
         if recorded and stands_elsewhere(recorded, self.writer.output_folder):
             raise OutputMismatch(
-                f"{self.location} lacks output files that were committed, such as {first.path} "
-                f"({first.place}). They were written to {recorded}, which still exists. Nothing "
-                "was changed. Set the output folder back to it, or copy its files to the new "
-                "folder, and run the same command again."
+                f"{self.location} lacks committed files, such as {first.path} ({first.place}), "
+                f"which were written to {recorded}. Set the output folder back to that, or copy "
+                "its files, and run again."
             )
         problems = [f"{file.path} {file_problem(file, listing.size(file))[1]}" for file in wrong]
         moved = ""
         output = None
         if not listing.sizes:
-            moved = "The folder is empty: was it moved? Set the output folder to its new location. "
+            moved = "The folder is empty. If it was moved, set the output folder to the new one. "
             output = self.location  # the folder may be missing, and then repair needs its name
         repair = repair_command(str(self.root), logging_dir=self._logging_dir, output=output)
         retry = ""
         if any(file.root for file in wrong):
             retry = ", and with retry_dead_letters when it is done"
         raise OutputMismatch(
-            f"{self.location}: output files differ from what was committed ({len(wrong)} of "
-            f"{len(committed)}): {first_names(problems)}. {moved}Put them back, or have them made "
-            f"again: {repair}, then run the same command again{retry}. Files that seem unchanged "
-            f"were not read: datatrove-ckpt verify {shlex.quote(str(self.root))} --full reads them."
+            f"{self.location}: output files differ from their commits ({len(wrong)} of "
+            f"{len(committed)}): {first_names(problems)}. {moved}Put them back, or have them "
+            f"made again: {repair}, then run again{retry}. To read all: datatrove-ckpt verify "
+            f"{shlex.quote(str(self.root))} --full"
         )
 
     def refuse_foreign(
@@ -916,14 +911,12 @@ class OutputFolder:
         verify = shlex.join(["datatrove-ckpt", "verify", str(self.root)])
         mirror = ""
         if self._mirror:  # without it, a folder that another node has continued is used as it is
-            mirror = f" If the mirror {self._mirror} could not be read, keep them until it can be."
+            mirror = f" Keep them until the mirror {self._mirror} can be read."
         raise OutputMismatch(
-            f"{self.location} holds {plural(len(names), 'file')} that output_filename "
-            f"{self._template!r} may have named, and that no commit of task {rank} names: "
-            f"{first_names(names, 20)}. Another run wrote them, or they were copied there. "
-            f"{STRAY_ADVICE} ({verify} names all of them), choose another output folder, or bring "
-            f"the checkpoint back; and run the same command again.{mirror} To continue a run of "
-            "datatrove's own, choose other folders, and set finished_from to the old ones."
+            f"{self.location} holds {plural(len(names), 'file')} of output_filename "
+            f"{self._template!r} that no commit of task {rank} names: {first_names(names, 20)}. "
+            f"{STRAY_ADVICE} ({verify} lists all), choose another output folder, or bring the "
+            f"checkpoint back; and run again.{mirror}"
         )
 
     def _own(

@@ -257,8 +257,7 @@ class RemoteTarget(OutputTarget):
         if remote_size != size:
             raise OutputFailed(
                 f"{self._folder.resolve_paths(name)} has {remote_size} bytes after its upload "
-                f"instead of {size}. Its chunk's journal is kept: find out who else writes there, "
-                "and run the same command again."
+                f"instead of {size}. Find out who else writes there, and run again."
             )
         return True
 
@@ -470,9 +469,8 @@ class HubTarget(_TargetOnHub):
         ignored = [file.name for file in uploaded if getattr(file.operation, "_should_ignore", 0)]
         if ignored:
             raise OutputFailed(
-                f"{self._hub.url}: the repository's .gitignore leaves {first_names(ignored)} out "
-                "of every commit. Change it, or choose another output_filename, and run the same "
-                "command again. Nothing that was saved is lost."
+                f"{self._hub.url}: .gitignore leaves {first_names(ignored)} out of every commit. "
+                "Change it, or choose another output_filename, and run again."
             )
         hashes = {file.name: file.content_hash for file in uploaded}
         intents.add(hashes)
@@ -526,8 +524,8 @@ class HubTarget(_TargetOnHub):
         trusted = [name for name in waited_for if head in self._seen[: self._confirmed[name]]]
         if trusted:
             logger.info(
-                f"{self._hub.url} does not show {plural(len(trusted), 'file')} yet "
-                "whose commit it has confirmed. Check them later with datatrove-ckpt verify."
+                f"{self._hub.url} does not show {plural(len(trusted), 'file')} yet that it has "
+                "committed. Check later with datatrove-ckpt verify."
             )
             listing.sizes |= {name: lost[name].size for name in trusted}
 
@@ -605,11 +603,11 @@ class HubTarget(_TargetOnHub):
             if seconds:
                 meanwhile = "generation continues"
                 if ends:
-                    meanwhile = "the task has nothing else left to do"
+                    meanwhile = "the task waits"
                 logger.info(
                     f"{self._hub.url}: {plural(len(self._queue), 'file')} wait for a commit: "
-                    f"{len(history.of_last_hour)} were made within an hour, and "
-                    f"hub_commits_per_hour is {self._pace.per_hour}. Next look in "
+                    f"{len(history.of_last_hour)} were made within an hour "
+                    f"(hub_commits_per_hour={self._pace.per_hour}). Next look in "
                     f"{duration(seconds)}; {meanwhile}."
                 )
                 with self._change:
@@ -729,8 +727,7 @@ def remove_file(folder: DataFolder, name: str) -> None:
     except OSError as error:
         location = folder.resolve_paths(name)
         raise OutputFailed(
-            f"{location} could not be removed: {retrying.failure_line(error)}. Run the same "
-            "command again."
+            f"{location} could not be removed: {retrying.failure_line(error)}. Run again."
         ) from error
 
 

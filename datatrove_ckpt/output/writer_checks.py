@@ -58,16 +58,15 @@ def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
     ending = re.search(r"\.(gz|zst|bz2|xz|zip)$", template)
     if compression is None and ending:
         raise ConfigError(
-            f"output_writer: output_filename {template!r} ends in {ending[0]}, and compression is "
-            "null: readers would take the files for damaged ones. Set compression to infer, or "
-            "remove the ending."
+            f"output_writer: output_filename {template!r} ends in {ending[0]}, and compression "
+            "is null. Set compression to infer, or remove the ending."
         )
     if template.startswith("/") or ".." in template.split("/"):
         raise ConfigError(f"output_writer: output_filename {template!r} leaves the output folder.")
     if checkpoints and not template_uses(writer, "chunk_index"):
         raise ConfigError(
-            "output_writer: with checkpoints each chunk is one file, so output_filename "
-            f"{template!r} needs ${{chunk_index}}. Example: '{_example(template)}'."
+            f"output_writer: each chunk is one file, so output_filename {template!r} needs "
+            f"${{chunk_index}}. Example: '{_example(template)}'."
         )
 
 
@@ -99,8 +98,7 @@ def check_output_folder(writer: DiskWriter, checkpoints: str | None) -> None:
     if below is not None and (below == "" or _OURS.fullmatch(below)):
         raise ConfigError(
             f"output_writer: output_folder {_path(writer.output_folder)!r} is in "
-            f"checkpoints_local_dir {checkpoints!r}, among the files of the checkpoint. Choose "
-            "another folder for one of them."
+            f"checkpoints_local_dir {checkpoints!r}. Choose another folder for one."
         )
 
 
@@ -113,10 +111,9 @@ def refuse_own_output(name: str, step: object, writer_path: str, writer: DiskWri
     ):
         raise ConfigError(
             f"{writer_path}: {_path(writer.output_folder)!r} is inside the folder that {name} "
-            f"reads, {_path(step.data_folder)!r}, so the next start would take this output for "
-            "input. "
-            f"Choose another {setting_name('output_folder')}, or let "
-            f"{setting_name('glob_pattern')} leave out {_sample(writer)}."
+            f"reads, {_path(step.data_folder)!r}, and would be its input. Choose another "
+            f"{setting_name('output_folder')}, or let {setting_name('glob_pattern')} leave out "
+            f"{_sample(writer)}."
         )
 
 
@@ -125,16 +122,16 @@ def refuse_equal_folders(pipeline: Sequence[PipelineStep]) -> None:
         files = _path(writer.output_folder), _sample(writer)
         if files == (_path(other.output_folder), _sample(other)):
             raise ConfigError(
-                f"{other_place} writes the same files as {place}: {'/'.join(files)}, for example. "
-                "Choose another output folder or output_filename for one of them."
+                f"{other_place} writes the same files as {place}: {'/'.join(files)}, for "
+                "example. Choose another output folder or output_filename for one."
             )
     seen: dict[Path, int] = {}
     for index, step in enumerate(pipeline):
         folder = getattr(step, "checkpoints_local_dir", None)
         if folder is not None and seen.setdefault(Path(folder).absolute(), index) != index:
             raise ConfigError(
-                f"{step_place(index, step)}: {setting_name('checkpoints_local_dir')} {folder!r} is "
-                "also the folder of an earlier step. Each step needs a folder of its own."
+                f"{step_place(index, step)}: {setting_name('checkpoints_local_dir')} {folder!r} "
+                "is also an earlier step's. Each step needs its own."
             )
 
 
@@ -233,8 +230,8 @@ def with_our_uploads(writer: DiskWriter) -> DiskWriter:
         return writer
     if type(writer).__module__ != _DATATROVE:
         raise ConfigError(
-            f"output_writer: {type(writer).__name__} changes {kinds[0]}, which uploads by itself "
-            "when it is closed. Derive it from ParquetWriter, with an output_folder on the hub: "
+            f"output_writer: {type(writer).__name__} changes {kinds[0]}, which uploads when it "
+            "is closed. Derive it from ParquetWriter, with an output_folder "
             "hf://datasets/OWNER/NAME or hf://buckets/OWNER/NAME."
         )
     if not hasattr(writer, "bucket"):
@@ -242,9 +239,8 @@ def with_our_uploads(writer: DiskWriter) -> DiskWriter:
         return _take_over(writer, HuggingFaceDatasetWriter, repository)
     if writer.overwrite:
         raise ConfigError(
-            "output_writer: overwrite=True would delete what earlier attempts of this run have "
-            "written. Delete the bucket's files yourself before the first start, and leave "
-            "overwrite out."
+            "output_writer: overwrite=True would delete what earlier attempts have written. "
+            "Delete the bucket's files before the first start, and leave overwrite out."
         )
     return _take_over(
         writer,

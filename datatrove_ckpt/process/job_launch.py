@@ -50,8 +50,7 @@ def main() -> None:
     except ImportError as error:  # no other start would help, and no executor can report it
         failure = [
             2,
-            f"{error}, in the job: put its package into dependencies, or its module beside the "
-            "file.",
+            f"{error}, in the job: put it into dependencies, or beside the file.",
         ]
         with fsspec.open(f"{folder}/failures/{os.environ[LAUNCH]}.json", "w") as file:
             json.dump(failure, file)

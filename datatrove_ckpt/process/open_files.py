@@ -67,8 +67,8 @@ def raise_limit(requests: int, servers: int, ranks: int = 1) -> int:
     at_once = min(ranks, 1 + (allowed - needed) // _FILES)
     if at_once < ranks:
         logger.warning(
-            f"The limit on open files lets only {at_once} of {ranks} tasks run at one time: they "
-            f"need {needed + other_ranks_files} open files, and this process may have {allowed} "
+            f"Only {at_once} of {ranks} tasks run at one time: they need "
+            f"{needed + other_ranks_files} open files, and this process may have {allowed} "
             "(ulimit -n)."
         )
     return at_once
@@ -106,9 +106,8 @@ def refuse_exhaustion(error: BaseException, action: str) -> None:
     """Raises TooManyOpenFiles if the error means that the limit is reached."""
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         raise TooManyOpenFiles(
-            f"{action}: too many open files (this process may have {limits()[0]}). Raise the limit "
-            "where the tasks run (ulimit -n), or lower max_concurrent_generations, and run the "
-            "same command again."
+            f"{action}: too many open files (this process may have {limits()[0]}). Raise the "
+            "limit (ulimit -n) or lower max_concurrent_generations, and run again."
         ) from error
 
 

@@ -89,9 +89,8 @@ class LoopWatchdog:
         with suppress(BaseException):
             self._save()
         logger.error(
-            "This task must stop, and a rollout keeps its event loop from ending: by time.sleep, "
-            "or a thread or computation without end. What is finished is saved, and the process "
-            "ends now. Run the same command again to resume."
+            "This task must stop, and a rollout blocks its event loop (time.sleep, a "
+            "computation). The process ends now. Run again to resume."
         )
         exit_now(self._hand_on())
 
@@ -141,15 +140,15 @@ class Preemption:
         if self._is_pool_worker:
             parent_watch.die_with_parent()
             logger.info(
-                "This task runs in a worker of multiprocessing's pool, where signals end it "
-                "without a drain. With datatrove_ckpt.LocalPipelineExecutor, tasks drain."
+                "This task runs in multiprocessing's pool, where signals end it without a drain. "
+                "Use datatrove_ckpt.LocalPipelineExecutor."
             )
         if signals.in_main_thread():
             signals.between_ranks.restore()
             numbers = [signal.Signals[name] for name in self._names]
             self._handlers.install(filter(signals.may_handle, numbers))
         elif not (self._is_one_of_many or self._is_pool_worker):
-            logger.info("This task runs in a thread: signals end it at once, without a drain.")
+            logger.info("This task runs in a thread: signals end it without a drain.")
         parent = self.shutdown.parent  # its rollouts run in the main thread
         of_process = parent is not None and parent.handles_interrupt
         self.shutdown.handles_interrupt = of_process or signal.SIGINT in self._handlers.usual
@@ -286,9 +285,7 @@ class Preemption:
         """
         if not self._is_one_of_many and not has_time_for(self.shutdown.drain_seconds, 0.0):
             self.stop_for_time_limit()
-            logger.warning(
-                f"{_TIME_LIMIT} is too near to start this task. The job's next attempt runs it."
-            )
+            logger.warning(f"{_TIME_LIMIT} is too near. The job's next attempt runs this task.")
             self.shutdown.raise_preempted()
 
     def stop_for_time_limit(self) -> None:

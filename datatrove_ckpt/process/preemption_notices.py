@@ -49,9 +49,7 @@ def check_notice(setting: Setting | None, drain_signals: Sequence[str]) -> None:
                 f"[program, ...]}}; it is {setting!r}."
             )
     if "SIGTERM" not in drain_signals:
-        raise ConfigError(
-            f"{name}: is taken as a SIGTERM, which is not in drain_signals. Add it there."
-        )
+        raise ConfigError(f"{name}: needs SIGTERM in drain_signals. Add it there.")
 
 
 @contextmanager
@@ -81,8 +79,7 @@ def watched_notices(
                     is_warned = True
                     logger.warning(
                         f"preemption_notice: {source} cannot be polled: {type(error).__name__}: "
-                        f"{error}. The run continues without notices, and polls again every "
-                        f"{POLL_SECONDS:g} s."
+                        f"{error}. The run polls again every {POLL_SECONDS:g} s."
                     )
             with suppress(queue.Empty):
                 if get_within(closed, POLL_SECONDS):

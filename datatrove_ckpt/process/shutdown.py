@@ -48,8 +48,8 @@ def check_signals(names: Sequence[str], setting: str = "drain_signals") -> tuple
     for name in names:
         if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
             raise ConfigError(
-                f"{setting}: {name!r} is no signal that a process here can catch; give names such "
-                "as SIGTERM."
+                f"{setting}: {name!r} is no signal that can be caught here; give names such as "
+                "SIGTERM."
             )
     return tuple(names)
 
@@ -160,7 +160,7 @@ class Shutdown:
         return self._unnoticed and self.cause != ""
 
     def raise_preempted(self) -> NoReturn:
-        raise Preempted(f"Stopped by {self.cause}. Run the same command again to resume.")
+        raise Preempted(f"Stopped by {self.cause}. Run again to resume.")
 
     def check(self) -> None:
         """Checks for a stop where nothing needs a drain.
@@ -300,8 +300,7 @@ def exit_error(caller: str, error: BaseException) -> UnexpectedExit:
     else:
         did = f"raised {type(error).__name__}"
     return UnexpectedExit(
-        f"{caller} {did}, which would end the process with documents missing. Raise an Exception "
-        "instead."
+        f"{caller} {did}, which would lose documents. Raise an Exception instead."
     )
 
 

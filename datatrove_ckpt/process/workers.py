@@ -372,9 +372,8 @@ class Workers:
 
 def _cannot_start(reason: str) -> WorkerDied:
     return WorkerDied(
-        f"No worker process could be started: {reason}. What it printed is above. A script must "
-        "call run() under `if __name__ == '__main__':`, because each worker imports it; a program "
-        "without a file needs start_method='fork'."
+        f"No worker process could be started: {reason}. A script must call run() under `if "
+        "__name__ == '__main__':`; a program without a file needs start_method='fork'."
     )
 
 

@@ -143,8 +143,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             check_options(self.paths_file[1], self.paths_file[0], "paths_file")
         if self.shuffle_files:
             raise ConfigError(
-                "shuffle_files=True gives another order on every start, so a restarted run could "
-                "not resume. Use shuffle_seed=<any integer> instead."
+                "shuffle_files=True gives another order at each start, and no run could resume. "
+                "Use shuffle_seed=<any integer>."
             )
         self.shuffle_seed = shuffle_seed
         self.path_columns = path_columns
@@ -230,8 +230,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             count = int(start.finished_digest.partition(":")[0] or 0)
             if count > len(inputs.names) or str(inputs.digest(count)) != start.finished_digest:
                 raise position_mismatch(
-                    f"One of the first {count} input files of {self.data_folder.path}, which were "
-                    "read before, is gone, new, renamed or resized."
+                    f"One of the first {count} input files of {self.data_folder.path}, which "
+                    "were read, is gone, new, renamed or resized."
                 )
             start.earlier.append(start.finished_digest)
             start.record = partial(record_reader, self, inputs, count)
@@ -275,8 +275,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             except TypeError:
                 raise DocumentNotSerializable(
                     f"The document {fields.get('id')!r} of the input file {source_file!r} has a "
-                    "'media' that is no list of datatrove's media objects. Rename the "
-                    "column, or write an adapter."
+                    "'media' that is not datatrove's. Rename the column, or write an adapter."
                 ) from None
         elif media is not None:
             fields["media"] = []
@@ -310,7 +309,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             if name not in row:
                 warn_once(
                     f"{setting}: the first row has no column {name!r}; its columns: "
-                    f"{', '.join(row)}. Correct the name, unless other rows have that column."
+                    f"{', '.join(row)}. Correct the name, unless other rows have it."
                 )
 
     def documents_of(
@@ -376,8 +375,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 begin = f", in {begin!r}"
             problem = str(error).removesuffix(".")
             raise DamagedLine(
-                f"`{file}`, {location}: {problem}{begin}. Correct or remove it, or give "
-                "max_skipped: so many may be left out (null: any number)."
+                f"`{file}`, {location}: {problem}{begin}. Correct or remove it, or set "
+                "max_skipped (null: any number)."
             )
         self.stat_update("damaged_lines")
         count = self.stats["damaged_lines"].total
@@ -405,9 +404,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         names = list_input(self, afresh=state is not None, of_rank=True).names
         if not names and not self.paths_file:
             raise InputError(
-                f"The input {self.data_folder.resolve_paths('')!r} holds no files for this reader: "
-                "the folder does not exist there, or glob_pattern fits none. Correct "
-                "the path or the pattern."
+                f"The input {self.data_folder.resolve_paths('')!r} holds no files for this "
+                "reader. Correct the path, or glob_pattern."
             )
         tasks = min(len(names), world_size)
         names = names[rank::world_size]

@@ -217,8 +217,8 @@ def _python_rows(batch: pa.Table, name: str) -> list[Row]:
             except (OverflowError, ValueError) as error:
                 raise file_error(
                     name,
-                    f"has a value in the column {field.name!r}, of type {field.type}, that Python "
-                    f"cannot hold: {error}",
+                    f"has in the column {field.name!r}, of type {field.type}, a value that "
+                    f"Python cannot hold: {error}",
                     "Convert the column, for example to text",
                 ) from error
         raise
@@ -427,8 +427,8 @@ class ArrowBlocks(TableFile):
                 break
             if message.type == "dictionary" and self._is_stream:
                 raise ConfigError(
-                    f"The input file {self.name!r} is an Arrow stream with dictionaries, which "
-                    "cannot be read in parts. Write it as an Arrow file or as Parquet."
+                    f"The input file {self.name!r} is an Arrow stream with dictionaries. Write "
+                    "it as an Arrow file or Parquet."
                 )
             end = self._source.tell()
             if message.type == "record batch":

@@ -54,8 +54,7 @@ def folder_reader(folder: str | os.PathLike[str], glob_pattern: str | None) -> F
     names = list_input(JsonlReader(folder, glob_pattern=glob_pattern)).names
     if not any(names):  # for a file, the listing has one empty name
         raise ConfigError(
-            f"{folder!r} is no folder with files. Give a folder, and glob_pattern for some of its "
-            "files."
+            f"{folder!r} is no folder with files. Give a folder, and glob_pattern to choose files."
         )
     if "state.json" in names:  # written by save_to_disk; map() leaves cache-*.arrow behind
         return IpcReader(folder, glob_pattern="data-*.arrow")
@@ -87,9 +86,8 @@ def _ending(names: Iterable[str], location: str) -> str:
         suffixes.discard(".json")
     if len(suffixes) != 1:
         raise ConfigError(
-            f"{location!r} has {' and '.join(sorted(suffixes)) or 'no'} files to read, and one "
-            f"kind of {', '.join(_READERS)} is needed. Name them by a pattern, or convert them to "
-            "Parquet."
+            f"{location!r} has {' and '.join(sorted(suffixes)) or 'no'} files, and one kind of "
+            f"{', '.join(_READERS)} is needed. Choose them by a pattern, or convert them."
         )
     return suffixes.pop()
 
@@ -400,9 +398,9 @@ class UnifiedSchema:
                     )
                 except pa.ArrowException as error:
                     raise ConfigError(
-                        f"The input file {name!r} and files before it have values that are none of "
-                        f"one column: {error}. Write the files with one type, choose other "
-                        "columns, or read without shuffle()."
+                        f"The input file {name!r} and files before it have no common type: "
+                        f"{error}. Write the files with one type, choose other columns, or read "
+                        "without shuffle()."
                     ) from error
         self._schema = unified
 

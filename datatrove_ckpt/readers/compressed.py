@@ -141,8 +141,7 @@ def open_content(
             raise file_error(
                 name,
                 f"is not {encoding or 'utf-8'}: {error}",
-                f"Set encoding: {likely}, or the encoding that it has, or convert it (iconv -f "
-                f"{likely} -t utf-8)",
+                f"Set encoding: {likely} or another, or convert it (iconv -f {likely} -t utf-8)",
             ) from error
 
 
@@ -259,9 +258,8 @@ def refuse_partial_files(
         with suppress(FileNotFoundError, ValueError, zipfile.BadZipFile):
             if kind and _has_more(get_datafolder(folder), name, kind):
                 raise CheckpointMismatch(
-                    f"The input file {name!r} was read by an earlier release only up to the "
-                    "padding after its first stream, or only its first file or page. The rest is "
-                    "not in the output.",
+                    f"The input file {name!r} was read by an earlier release only up to padding, "
+                    "or only its first file or page: the rest is not in the output.",
                     starts_over="anew" if kind == "tiff" else "with old results",
                 )
 

@@ -114,8 +114,8 @@ class CSVReader(TextFilesReader, datatrove_csv.CsvReader):  # type: ignore[misc,
                 else:
                     more_or_fewer = "more" if len(cells) > len(names) else "fewer"
                     row = BadRow(
-                        f"{more_or_fewer} cells than columns; put cells with {self.delimiter!r} in "
-                        "quotes, without blanks before them"
+                        f"{more_or_fewer} cells than columns; put cells with {self.delimiter!r} "
+                        "in quotes, without blanks before"
                     )
                 yield row, number - 1, (number, digest.intdigest()), line
             if number < done:

@@ -29,7 +29,7 @@ class DeclaredTypes:
             except ValueError:
                 raise ConfigError(
                     f"types: {kind!r} of the column {name!r} is no type of Arrow. Write one such "
-                    "as int64, float64, string, bool, date32 or timestamp[us]."
+                    "as int64, string, date32 or timestamp[us]."
                 ) from None
 
     def schema(self) -> pa.Schema:

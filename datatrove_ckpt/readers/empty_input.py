@@ -20,8 +20,8 @@ MAX_LINE_BYTES = 2**28
 """Limit of a JSONL line or CSV field, in bytes. A small compressed file of zeros is a huge line."""
 # Python's own limit, for the whole process, is 128 kB.
 csv.field_size_limit(MAX_LINE_BYTES)
-_ARRAY_ADVICE = "Write one object per line (jq -c '.[]' FILE), or move the file out of the folder."
-_RUN_AGAIN = "Correct that, and run the same command again."
+_ARRAY_ADVICE = "Write one object per line (jq -c '.[]' FILE), or move the file away."
+_RUN_AGAIN = "Correct that, and run again."
 
 
 class NoDocuments(InputError):
@@ -92,16 +92,13 @@ def _explain_row(reader: BaseDiskReader, name: str, row: JsonObject | None, dama
         )
     if not damaged and reader.text_key in row and not row[reader.text_key]:
         return ""
-    advice = (
-        "Set text_key to the one with the text, which prompts have as {text}, or to null if the "
-        "rollout needs none"
-    )
+    advice = "Set text_key to the one with the text, or to null if the rollout needs none"
     for key, value in row.items():
         if isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]:
             advice = f"{key!r} holds chats: set prompt_column to it, leave prompt out"
     return (
         f"No row has a text under text_key={reader.text_key!r}. The first row has the keys "
-        f"{keys}. {advice}, and run the same command again."
+        f"{keys}. {advice}, and run again."
     )
 
 
@@ -120,7 +117,7 @@ def _explain_text(file: IO[bytes], reader: BaseDiskReader, name: str, damaged: b
     text = line.decode(errors="replace").strip()
     advice = (
         f"Write UTF-8 in a format that {type(reader).__name__} reads, choose another reader or "
-        "compression, or move the file elsewhere."
+        "compression, or move the file away."
     )
     if text.startswith("["):
         advice = f"It seems to be a JSON array. {_ARRAY_ADVICE}"

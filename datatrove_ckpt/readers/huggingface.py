@@ -289,13 +289,13 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         huggingface.HuggingFaceDatasetReader.__init__(**arguments)
         if isinstance(self.dataset_options.get("token"), str):
             raise ConfigError(
-                "dataset_options: a token does not belong there: it would be pickled with the "
-                "executor. Set HF_TOKEN where the tasks run, or log in there (hf auth login)."
+                "dataset_options: a token would be pickled with the executor. Set HF_TOKEN where "
+                "the tasks run, or log in there (hf auth login)."
             )
         if shuffle_files and streaming and not load_from_disk:
             raise ConfigError(
-                "shuffle_files=True with streaming=True cannot be resumed: the rows in the shuffle "
-                "buffer would be lost. Set streaming=False, or leave shuffle_files out."
+                "shuffle_files=True with streaming=True cannot be resumed. Set streaming=False, "
+                "or leave shuffle_files out."
             )
         # The base class expects this of a reader of files.
         self.data_folder = DatasetFiles(dataset)
@@ -380,7 +380,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         if not self.has_default_adapter():
             raise NoDocuments(
                 "This task's input holds no document: the adapter found no text in any row of "
-                f"{name!r}. Correct that, and run the same command again."
+                f"{name!r}. Correct that."
             )
 
     @contextmanager
@@ -396,8 +396,8 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
             ):
                 raise
             raise InputError(
-                f"The input {name!r} could not be read: {one_line(error)}. Run the same command "
-                "again; if that does not help, see whether the dataset is complete and readable."
+                f"The input {name!r} could not be read: {one_line(error)}. Run again, or check "
+                "that the dataset is complete."
             ) from error
 
     def list_dataset(self, commit: str | None = None) -> DatasetInputs:
@@ -420,8 +420,8 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
             ) from error
         if isinstance(dataset, dict):
             raise InputError(
-                f"The dataset {self.dataset!r} has several splits, and dataset_options names none. "
-                f"Set 'split' in it to one of: {', '.join(map(str, dataset))}."
+                f"The dataset {self.dataset!r} has several splits. Set 'split' in "
+                f"dataset_options to one of: {', '.join(map(str, dataset))}."
             )
         self._check_columns(dataset)
         if self.shuffle_files:
@@ -501,6 +501,6 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
             return
         column_names = ", ".join(map(repr, columns[:20]))
         raise NoDocuments(
-            f"The dataset {self.dataset!r} has no column {self.text_key!r}. Its columns are "
-            f"{column_names}. Set text_key to one of them, or to null if the rollout needs no text."
+            f"The dataset {self.dataset!r} has no column {self.text_key!r}. Its columns: "
+            f"{column_names}. Set text_key to one, or to null if the rollout needs no text."
         )

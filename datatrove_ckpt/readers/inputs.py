@@ -94,8 +94,8 @@ class Revisions:
             pass
         raise CheckpointCorrupt(
             path,
-            " should name the commit of the dataset that this run reads. Restore it, or remove it "
-            "and write the commit as `revision` into dataset_options.",
+            " should name the dataset's commit. Restore it, or remove it and write the commit as "
+            "`revision` into dataset_options.",
         )
 
 
@@ -201,8 +201,8 @@ class Reading:
         """
         if self._skipped_a_reader and not self._resumed:
             raise CheckpointMismatch(
-                f"The saved position belongs to reader {(self.state or {})['number']} of the "
-                f"pipeline (counted from 0), but only {len(self.starts)} of its readers can seek. "
+                f"The saved position belongs to reader {(self.state or {})['number']} (counted "
+                f"from 0), but only {len(self.starts)} of the pipeline's readers can seek. "
                 "Restore the pipeline.",
                 starts_over="anew",
             )
@@ -268,9 +268,7 @@ class ReaderStart:
             advice = ""
             if self.skipped.without_text > before.without_text:
                 advice = " Is text_key correct for this file?"
-            logger.warning(
-                f"The input file {name!r} gave no document: no line or row of it is one.{advice}"
-            )
+            logger.warning(f"The input file {name!r} gave no document.{advice}")
 
 
 def start_reader(loaded: ReaderState | None) -> ReaderStart:
@@ -342,15 +340,15 @@ ALL_ROWS = (0, 1)
 def explain_hub_error(subject: str, error: BaseException, commit: str | None = None) -> str:
     if commit and type(error).__name__ == "RevisionNotFoundError":
         return (
-            f"{subject} has no commit {commit} any more, with which this run began. Restore it (by "
-            "a branch or tag that holds it), or start over in other folders."
+            f"{subject} no longer has the commit {commit} of this run. Restore it (by a branch "
+            "or tag), or start over in other folders."
         )
     refused = hub_refusal(error)
     if refused:
         return f"{subject} cannot be read: {refused}."
     return (
-        f"{subject} cannot be read: {one_line(error)}. Correct its name or URL, the branch, tag or "
-        "commit, and dataset_options; or check the network and HF_ENDPOINT; for a private or gated "
+        f"{subject} cannot be read: {one_line(error)}. Correct its name or URL, the revision, "
+        "and dataset_options; check the network and HF_ENDPOINT; for a private or gated "
         "repository, set HF_TOKEN."
     )
 
@@ -362,9 +360,7 @@ def one_line(error: BaseException) -> str:
 
 
 def file_error(name: str, problem: str, advice: str) -> InputError:
-    return InputError(
-        f"The input file {name!r} {problem}. {advice}, and run the same command again."
-    )
+    return InputError(f"The input file {name!r} {problem}. {advice}, and run again.")
 
 
 def is_on_hub(folder: DataFolder) -> bool:
@@ -443,9 +439,7 @@ def position_mismatch(problem: str, advice: str = "Restore it") -> CheckpointMis
     """The remedy is other folders in a pipeline, and to drop the state in a training."""
     if _thread.readings:
         return CheckpointMismatch(f"{problem} {advice}.", starts_over="with old results")
-    return CheckpointMismatch(
-        f"{problem} {advice}, or start from the beginning, without the saved state."
-    )
+    return CheckpointMismatch(f"{problem} {advice}, or start without the saved state.")
 
 
 class InputFiles:
@@ -535,8 +529,8 @@ class InputFiles:
         current = self.digest(len(self.names))
         if not current.is_of(before):
             raise position_mismatch(
-                f"The input has changed: there were {before['files']} files of {before['bytes']} "
-                f"bytes, and there are {current.files} of {current.bytes} bytes."
+                f"The input has changed from {before['files']} files of {before['bytes']} bytes "
+                f"to {current.files} of {current.bytes} bytes."
             )
 
     def known_size(self, index: int) -> int:
@@ -560,12 +554,12 @@ class InputFiles:
                 return digest
         if current not in map(shorten, self.names):
             raise position_mismatch(
-                f"The input has changed: the file {current!r}, which the position is in, is "
-                "missing or has another name."
+                f"The input has changed: the file {current!r} of the position is missing or "
+                "renamed."
             )
         raise position_mismatch(
-            f"The input has changed: {before['files']} files of {before['bytes']} bytes were read "
-            f"before {current!r}, and the files before it now are not the same."
+            f"The input has changed: the {before['files']} files of {before['bytes']} bytes "
+            f"before {current!r} are not the same now."
         )
 
 
@@ -778,8 +772,8 @@ def list_input(reader: BaseDiskReader, afresh: bool = True, of_rank: bool = Fals
     for name in names:
         if name.encode(errors="replace").decode() != name:
             raise InputError(
-                f"The name of the input file {os.fsencode(name)!r} in {folder.path} is not UTF-8. "
-                "Rename the file, and run the same command again."
+                f"The name of the input file {os.fsencode(name)!r} in {folder.path} is not "
+                "UTF-8. Rename the file."
             )
     # Listings show symbolic links as "other".
     infos = {name: listed[name] for name in names if listed[name]["type"] != "other"}

@@ -116,7 +116,7 @@ class JsonlReader(TextFilesReader, datatrove_jsonl.JsonlReader):  # type: ignore
             if line.strip() == b"{":
                 problem = _SPREAD
             elif "UTF-8" in problem:
-                problem += f". Set encoding: {likely_encoding(line)}, or the encoding that it has"
+                problem += f". Set encoding: {likely_encoding(line)} or another"
             return BadRow(problem, line[:60].decode(errors="replace").rstrip())
         if not isinstance(data, dict):
             if _holds_objects(data):  # else a whole file would be one damaged line
@@ -136,7 +136,7 @@ class JsonlReader(TextFilesReader, datatrove_jsonl.JsonlReader):  # type: ignore
         self.open_file(name).check(file_position)
 
 
-_SPREAD = "an object must be on one line (jq -c . FILE writes it so)"
+_SPREAD = "write each object on one line (jq -c . FILE)"
 
 
 def _decode_media(media: Any) -> None:
@@ -177,7 +177,7 @@ def _read_parts(file: IO[bytes], name: str) -> Iterator[bytes]:
             line_end = read_line(file)
             if len(line_end) >= MAX_LINE_BYTES:
                 problem = f"has a line of more than {MAX_LINE_BYTES} bytes"
-                advice = "Replace it by a complete copy, or move it out of the folder"
+                advice = "Replace it by a complete copy, or move it away"
                 raise file_error(name, problem, advice)
             part += line_end
         yield part
@@ -278,13 +278,13 @@ class LineBlocks(BlockFile):
                 following = file.read(1)
         if xxh3_64_intdigest(line, xxh3_64_intdigest(head)) & PLAIN_INTEGER != line_hash:
             raise position_mismatch(
-                f"The input file {self.name!r} has changed before byte {offset} of its content, "
-                "the saved position."
+                f"The input file {self.name!r} has changed before byte {offset}, the saved "
+                "position."
             )
         if following and not (self._is_plain and following in b"\n\r"):
             raise position_mismatch(
-                f"The line of the input file {self.name!r} that starts at byte {start} was the "
-                "last one when it was read, and has grown."
+                f"The line of the input file {self.name!r} at byte {start}, the last one when it "
+                "was read, has grown."
             )
 
     def _skip(self, file: IO[bytes], offset: int) -> bytes:
@@ -432,8 +432,8 @@ class BatchReader(JsonlReader):
                     custom_id = getattr(request, "id", "")
                     if custom_id in earlier:
                         raise ConfigError(
-                            f"`{name}`, line {position[1]}: an earlier line also has the custom_id "
-                            f"{custom_id!r}. Correct or remove the line."
+                            f"`{name}`, line {position[1]}: an earlier line also has the "
+                            f"custom_id {custom_id!r}. Correct or remove one."
                         )
                     earlier.add(custom_id)
             except DamagedLine as error:
@@ -449,7 +449,7 @@ class BatchReader(JsonlReader):
             try:
                 text = orjson.dumps(data["body"]).decode()
             except TypeError as error:
-                problem = f"its body cannot be sent as it is written: {error}"
+                problem = f"its body cannot be sent: {error}"
         if problem:
             line = f"line {int(id_in_file) + 1}"
             document = self.skip_damaged(source_file, line, BadRow(problem))
@@ -480,18 +480,18 @@ def _problem(data: Row) -> str:
     if not isinstance(data.get("custom_id"), str) or not data["custom_id"]:
         return "it has no custom_id that is a text"
     if data.get("method", "POST") != "POST":
-        return f"its method is {data['method']!r}, and requests are sent by POST"
+        return f"its method is {data['method']!r}, not POST"
     if "params" in data:
-        return "it has params, as Anthropic's batches: write OpenAI's form, a url and a body"
+        return "it has Anthropic's params: write OpenAI's url and body"
     if _url_of(data) not in _URLS:
         return f"its url is {data.get('url')!r}, and not one of {', '.join(_URLS)}"
     if not isinstance(body, dict) or not body:
         return "its body is no object with keys"
     if extras := {"extra_body", "extra_headers", "extra_query"} & body.keys():
         return (
-            f"its body has {min(extras)}, which is for OpenAI's client: write the keys of "
-            "extra_body into the body, and remove the others"
+            f"its body has {min(extras)}, for OpenAI's client: write the keys of extra_body into "
+            "the body, and remove the others"
         )
     if body.get("stream"):
-        return "its body requests a stream, and answers are read as a whole: remove stream"
+        return "its body requests a stream: remove stream"
     return ""

@@ -183,8 +183,8 @@ class StepStats:
             self._ended = saved["ended"]
         elif self._steps:
             logger.warning(
-                "The stats of the steps before InferenceRunner lack earlier attempts: an earlier "
-                "release, or another pipeline, has saved them."
+                "The stats of the steps before InferenceRunner lack earlier attempts, of another "
+                "release or pipeline."
             )
 
     def at_end(self, read: int) -> ReaderState:

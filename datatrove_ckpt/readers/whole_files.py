@@ -53,7 +53,7 @@ class TextReader(TextFilesReader, BaseDiskReader):  # type: ignore[misc, unused-
             data = file.read(MAX_LINE_BYTES + 1)
             if len(data) > MAX_LINE_BYTES:
                 problem = f"is longer than {MAX_LINE_BYTES} bytes"
-                raise file_error(name, problem, "Split it, or move it out of the folder")
+                raise file_error(name, problem, "Split it, or move it away")
             text = data.decode("utf-8-sig")
         row = None
         if text:
@@ -168,7 +168,7 @@ def _drawing(place: str) -> Iterator[None]:
             raise file_error(
                 place,
                 f"is damaged, or has a password or no page: {failure_line(error)}",
-                "Repair it, or move it out of the folder",
+                "Repair it, or move it away",
             ) from None
 
 

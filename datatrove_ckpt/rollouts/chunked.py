@@ -126,10 +126,7 @@ class ChunkedRollout(ReadyMade):
     def __post_init__(self) -> None:
         check_template(self.prompt)
         if not times_text(self.prompt):
-            raise ConfigError(
-                "prompt: has no {text}, so every part would get the same prompt. Put {text} where "
-                "the part belongs."
-            )
+            raise ConfigError("prompt: has no {text}, where the part belongs.")
         super().__post_init__()
 
     async def __call__(

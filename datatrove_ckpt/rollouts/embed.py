@@ -77,10 +77,7 @@ class EmbedRollout(_NoText):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.column in FIELDS:
-            raise ConfigError(
-                f"column: {self.column!r} is the document's own, which would be lost. Give another "
-                "name."
-            )
+            raise ConfigError(f"column: {self.column!r} is the document's own. Give another name.")
 
     def _fit(self, config: InferenceConfig) -> None:
         super()._fit(config)
@@ -92,8 +89,8 @@ class EmbedRollout(_NoText):
     ) -> dict[str, object]:
         if self.column is not None and self.column in document.metadata:
             raise ConfigError(
-                f"column: document {document.id!r} has metadata {self.column!r} already, which "
-                "would be lost. Give another name."
+                f"column: document {document.id!r} has metadata {self.column!r} already. Give "
+                "another name."
             )
         vector = await generate.embed(
             await self._filled_text(self.prompt, document), **(self.params or {})
@@ -109,8 +106,8 @@ class EmbedRollout(_NoText):
             length = np.linalg.norm(vector)
             if not length:
                 raise ValueError(
-                    f"normalize: the vector of document {document.id!r} is all zeros. To continue "
-                    "without such documents, set on_document_error to dead_letter"
+                    f"normalize: the vector of document {document.id!r} is all zeros. To "
+                    "continue, set on_document_error to dead_letter"
                 )
             vector = vector / length
         if self.column is None:

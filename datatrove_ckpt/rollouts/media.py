@@ -199,8 +199,7 @@ def values_of(document: Document, images: str) -> list[object]:
     values = list(value) if isinstance(value, list | tuple) else [value]
     if all(value is None for value in values):
         raise InvalidMedia(
-            f"images: the document has nothing in {images!r}. Filter such documents out before the "
-            "InferenceRunner"
+            f"images: the document has nothing in {images!r}. Filter such documents out"
         )
     return values
 
@@ -215,7 +214,7 @@ def _medium(value: object) -> _Medium:
     if isinstance(value, Media):
         value = {name: getattr(value, name) for name in Media.__slots__}
     if not isinstance(value, dict):
-        raise InvalidMedia(f"is of type {type(value).__name__}, and no bytes, path or URL")
+        raise InvalidMedia(f"is a {type(value).__name__}, and no bytes, path or URL")
     data = value.get("media_bytes", value.get("bytes"))
     path = value.get("path")
     url = value.get("url")
@@ -277,7 +276,7 @@ async def parts_of(document: Document, settings: MediaSettings) -> AsyncIterator
     if files and settings.media_folder is None:
         raise ConfigError(
             f"media_folder: document {document.id!r} names a file, {files[0].path!r}. Set "
-            "media_folder to the folder of the files that may be sent."
+            "media_folder to the folder whose files may be sent."
         )
     in_thread = (
         bool(files)
@@ -336,9 +335,8 @@ def check_url(url: str, allowed: list[str] | None) -> None:
         host = match[1].lower()
     if not {host, "*"}.intersection(allowed or ()):
         raise InvalidMedia(
-            "names a URL, which the server would fetch, and media_urls does not allow "
-            f"{host[:200]!r}. To allow it, write media_urls: [HOST]; a run that has begun may "
-            "also need accept_changes"
+            f"names a URL, and media_urls does not allow {host[:200]!r}. Write media_urls: "
+            "[HOST]; a run that has begun may need accept_changes"
         )
 
 
@@ -389,9 +387,7 @@ def _open_at(medium: _Medium, settings: MediaSettings) -> tuple[AbstractFileSyst
             real.exists() and not real.is_file()
         )
     if refused:
-        raise InvalidMedia(
-            f"lies outside of media_folder, which is {folder}, or is no regular file"
-        )
+        raise InvalidMedia(f"is outside of media_folder {folder}, or no regular file")
     return filesystem, full_path
 
 

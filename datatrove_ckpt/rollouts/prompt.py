@@ -157,8 +157,7 @@ class PromptRollout(OneRequest):
         if isinstance(source, list):
             if self.prompt not in BARE:
                 raise ConfigError(
-                    f"prompt: document {document.id!r} holds a list of messages, which are sent as "
-                    "they are. Leave prompt out."
+                    f"prompt: document {document.id!r} holds a list of messages. Leave prompt out."
                 )
             check_message_urls(source, self.media_urls)
             if self.system_prompt is not None and source[0]["role"] != "system":
@@ -277,7 +276,7 @@ class JudgeRollout(PromptRollout):
 
     def __post_init__(self) -> None:
         if self.judge_prompt is None:
-            raise ConfigError("judge_prompt: is missing; it is the judge's user message.")
+            raise ConfigError("judge_prompt: is missing.")
         shows_answer = _ANSWER in parse(self.judge_prompt, "judge_prompt")
         if self.prompt is None:
             for name in ("system_prompt", "generation_params", "json_schema", "regex", "choice"):
@@ -289,9 +288,7 @@ class JudgeRollout(PromptRollout):
                     "{metadata[answer]})."
                 )
         elif not shows_answer:
-            raise ConfigError(
-                "judge_prompt: has no {answer}, so the judge would not see the answer."
-            )
+            raise ConfigError("judge_prompt: has no {answer}, which the judge would not see.")
         super().__post_init__()
         self._check_params("judge_params", self.judge_params)
         try:
@@ -321,10 +318,7 @@ class JudgeRollout(PromptRollout):
                 f"{', '.join(config.models)}."
             )
         if self.prompt is not None and len(config.models) > 1 and self.judge == config.models[0]:
-            raise ConfigError(
-                "judge: is the first model, which answers the prompt; name the writer first in "
-                "config."
-            )
+            raise ConfigError("judge: is the first model; name the writer first in config.")
         params = self.judge_params or {}
         if self.judge in (None, config.name):
             params = {**config.default_generation_params, **params}

@@ -155,9 +155,8 @@ def engine_of(server_type: str, form: AnswerForm) -> str:
     }
     *first, last = (name for name, fields in fields_by_engine.items() if isinstance(fields, dict))
     raise ConfigError(
-        f"{form.kind}: engines have different fields for it, and behind server_type "
-        f"{server_type!r} may be any of them. Set engine: {', '.join(first)} or {last}; or none, "
-        "so that answers are only checked."
+        f"{form.kind}: needs engine with server_type {server_type!r}. Set engine: "
+        f"{', '.join(first)} or {last}; or none, so that answers are only checked."
     )
 
 
@@ -243,8 +242,8 @@ def prompt_source(document: Document, column: str | None) -> str | Messages:
         if value is None:
             kind = "null"
         raise ConfigError(
-            f"prompt_column: {column!r} of document {document.id!r} is {kind}, and neither a text "
-            "nor a list of messages. Filter such documents out before the InferenceRunner."
+            f"prompt_column: {column!r} of document {document.id!r} is {kind}, and neither a "
+            "text nor a list of messages. Filter such documents out."
         )
     return str(value)
 
@@ -267,12 +266,10 @@ def _checked(document: Document, column: str, value: Messages) -> Messages:
         if not _is_message(message):
             raise ConfigError(
                 f"{column!r} of document {document.id!r} is a list, but item {number} is no "
-                "message: messages have a role and a content."
+                "message with role and content."
             )
     if not value:
-        raise ConfigError(
-            f"{column!r} of document {document.id!r} is an empty list: there is no message to send."
-        )
+        raise ConfigError(f"{column!r} of document {document.id!r} is an empty list.")
     return value
 
 
@@ -313,7 +310,7 @@ class ReadyMade:
                 f"tokenizer: nothing is measured in tokens; set {self._token_setting}."
             )
         if "{text}" in (getattr(self, "system_prompt", None) or ""):
-            warn_once("system_prompt: has {text}, which is sent as it is. Only prompts are filled.")
+            warn_once("system_prompt: has {text}, but only prompts are filled.")
         self._leave_out_defaults()
 
     @property
@@ -332,9 +329,8 @@ class ReadyMade:
         for name in names:
             if params.get(name) not in (None, 1, []):
                 raise ConfigError(
-                    f"{setting}: {type(self).__name__} reads one text of each answer, so what "
-                    f"{name!r} gives would be paid and lost. Leave it out, of "
-                    "default_generation_params as well."
+                    f"{setting}: {type(self).__name__} reads one text of each answer. Leave "
+                    f"{name!r} out, also of default_generation_params."
                 )
 
     def _counts_tokens(self) -> bool:
@@ -398,8 +394,8 @@ class ReadyMade:
         source = prompt_source(document, self.prompt_column)
         if isinstance(source, list):
             raise ConfigError(
-                f"prompt_column: document {document.id!r} holds a list of messages, which "
-                f"{type(self).__name__} has no place for; use PromptRollout."
+                f"prompt_column: document {document.id!r} holds a list of messages; use "
+                f"PromptRollout, not {type(self).__name__}."
             )
         return source
 
@@ -518,8 +514,7 @@ class OneRequest(WholeText):
         answer = next((params[name] for name in TOKEN_LIMITS if params.get(name)), None)
         if answer is None:
             raise ConfigError(
-                "max_prompt_tokens: auto is what the context leaves beside the answer, but "
-                "the answer's length has no limit. Set max_tokens."
+                "max_prompt_tokens: auto needs a limit of the answer. Set max_tokens."
             )
         room = config.model_max_context - int(answer)
         if config.use_chat:
@@ -527,7 +522,7 @@ class OneRequest(WholeText):
         if room < 1:
             raise ConfigError(
                 f"max_prompt_tokens: max_tokens of {answer} leaves no room for a prompt in "
-                f"model_max_context, which is {config.model_max_context}."
+                f"model_max_context {config.model_max_context}."
             )
         return room
 

@@ -43,9 +43,9 @@ def _find_file(model: str, revision: str | None) -> Path:
         if revision is not None:
             repository += f" at {revision!r}"
         raise ConfigError(
-            f"tokenizer: {_TOKENIZER} of {repository} is in no folder of that name, and the hub "
-            f"does not give it ({error_text(error).splitlines()[0][:200]}). Correct the name, or "
-            "give the path of a folder that has it."
+            f"tokenizer: {_TOKENIZER} of {repository} is neither in a folder nor on the hub "
+            f"({error_text(error).splitlines()[0][:200]}). Correct the name, or give a folder's "
+            "path."
         ) from error
 
 
@@ -74,9 +74,8 @@ def load_counter(name: str, revision: str | None, expected: str | None = None) -
         counter = _load(name, revision)
     if expected not in (None, counter.digest):
         raise ConfigError(
-            f"tokenizer: {_TOKENIZER} of {name!r} differs here from the run's first start, "
-            "so prompts would be cut elsewhere. Give all machines the same files, or name a "
-            "revision of the hub."
+            f"tokenizer: {_TOKENIZER} of {name!r} differs here from the run's first start. Give "
+            "all machines the same files, or name a revision of the hub."
         )
     return counter
 

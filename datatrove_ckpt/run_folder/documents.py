@@ -190,9 +190,7 @@ def read_rows(folder: DataFolder, path: str, with_media: bool = False) -> Iterat
     full_path = folder.resolve_paths(path)
     file_format = format_of_file(path)
     if file_format is None:
-        raise OutputFailed(
-            f"{full_path} cannot be shown: no format is known of files with this ending."
-        )
+        raise OutputFailed(f"{full_path} cannot be shown: its ending is of no known format.")
     try:
         with file_system_call(), file_format.open(folder, path) as file:
             for row, _ in file_format.rows(file, with_media):

@@ -88,9 +88,8 @@ def check_job(plan: RunPlan, dry_run: bool = False) -> list[WrongMarker]:
             if tasks != plan.tasks:
                 raise CheckpointMismatch(
                     f"{plan.logging_dir.resolve_paths('completions')} marks tasks of another run "
-                    f"as complete:\n  tasks: {tasks} -> {plan.tasks}\n"
-                    "Go on with the old number of tasks, or choose another logging_dir (and "
-                    "output) for the new one."
+                    f"as complete:\n  tasks: {tasks} -> {plan.tasks}\nGo on with the old number "
+                    "of tasks, or choose another logging_dir (and output)."
                 )
             continue
         faults = _compare_checkpoints(runner, completed, dry_run)
@@ -145,16 +144,13 @@ def _compare_markers(runner: RunnerPlan, folder: Path, skipped: list[int]) -> di
         advice = ""
         done = [rank for rank in comparison.ranks if rank in marked]
         if done:
-            advice = (
-                f"Finished with the old settings: {name_tasks(done)}. What is finished stays as it "
-                "is. "
-            )
+            advice = f"Finished with the old settings: {name_tasks(done)}. "
         may_mix = not comparison.is_layout and len(marked) < len(ranks)
         if not (step.accept_changes and may_mix):
             if len(marked) == len(ranks):
                 advice = (
-                    "All tasks are finished, so the new settings would change no output; with "
-                    "retry_dead_letters they apply to the dead letters. "
+                    "All tasks are finished; with retry_dead_letters the new settings apply to "
+                    "the dead letters. "
                 )
             shown = ""
             if may_mix and (plan.is_local or plan.for_doctor):
@@ -172,10 +168,10 @@ def _compare_markers(runner: RunnerPlan, folder: Path, skipped: list[int]) -> di
         if mirror:
             holds = f"neither {folder} nor {mirror} holds a"
         raise CheckpointMismatch(
-            f"{markers} marks {name_tasks(missing)} as complete, but {holds} checkpoint that shows "
-            "it. Bring the checkpoints back, run this on the machine that has them, or choose "
-            "another folder for the logs. To process these tasks from the start, delete their "
-            f"markers ({markers}/{missing[0]:05d} ...) and output files."
+            f"{markers} marks {name_tasks(missing)} as complete, but {holds} checkpoint that "
+            "shows it. Bring the checkpoints back, run where they are, or choose another "
+            "logging_dir. To start these tasks over, delete their markers "
+            f"({markers}/{missing[0]:05d} ...) and output files."
         )
     wrong = {}
     for rank in skipped:
@@ -276,9 +272,8 @@ def _check_steps(pipeline: Sequence[object], records: dict[int, ShardRecord]) ->
     if ranks:
         lines = "\n  ".join(changed[ranks[0]])
         raise CheckpointMismatch(
-            f"The steps before InferenceRunner are not those through which {name_tasks(ranks)} "
-            f"read the input:\n  {lines}\nThe output of finished tasks is of the old steps. Put "
-            "the steps back, or process the new input as another run.",
+            f"The steps before InferenceRunner have changed since {name_tasks(ranks)} read the "
+            f"input:\n  {lines}\nPut the steps back, or process the new input as another run.",
             starts_over="with old results",
         )
 
@@ -302,8 +297,8 @@ def _check_reader(
         unread = sorted({*listed} - {*inputs.names} - recorded.keys())
         if unread and not any(record.limited for record in records.values()):
             raise InputError(
-                f"The input file {unread[0]!r} in {reader.data_folder.path} is gone since this run "
-                "began, and no task has read it. Put it back, and process it as another run."
+                f"The input file {unread[0]!r} in {reader.data_folder.path} is gone since this "
+                "run began, unread. Put it back, and process it as another run."
             )
     changed = {name: _difference(file, current.get(name)) for name, file in recorded.items()}
     changed = {name: text for name, text in changed.items() if text}
@@ -348,8 +343,7 @@ def _check_reader(
         raise CheckpointMismatch(
             f"The input in {reader.data_folder.path} is not what {name_tasks(ranks)} read:\n"
             + "\n".join(lines or ["  the files are dealt out to the tasks in another order"])
-            + "\nThe output of finished tasks is of the old input. Put the input back, or process "
-            "the new one as another run.",
+            + "\nPut the input back, or process the new one as another run.",
             starts_over="with old results",
         )
     # Samples do not show an edit in the middle of a long file that keeps its size.
@@ -360,8 +354,8 @@ def _check_reader(
     )
     if touched:
         logger.warning(
-            f"{plural(touched, 'input file')} of finished tasks in {reader.data_folder.path}: only "
-            "the time of the last change differs, so they count as unchanged."
+            f"{plural(touched, 'input file')} of finished tasks in {reader.data_folder.path}: "
+            "only their times differ, so they count as unchanged."
         )
 
 
@@ -383,7 +377,7 @@ def refuse_vanished_input(root: Path, job: JobTotals) -> None:
             continue
         if not any(reader.files for reader in record.readers):
             raise InputError(
-                f"The input file of task {rank} was gone before the task started. Put it back, and "
+                f"The input file of task {rank} was gone before its start. Put it back, and "
                 "process it as another run."
             )
 

@@ -168,9 +168,8 @@ def traits(mount: Mount | None) -> FilesystemTraits:
         is_lustre_without = mount.kind == "lustre" and "flock" not in mount.options
         if is_lustre_without or mount.options & _LOCAL_LOCKS:
             concern = (
-                "Its locks do not keep out a process on another node, which is noticed late. Mount "
-                "it with locks that all nodes see (Lustre: flock; NFS: without nolock and "
-                "local_lock)."
+                "Its locks do not keep out other nodes. Mount it with locks that all nodes see "
+                "(Lustre: flock; NFS: without nolock and local_lock)."
             )
         return FilesystemTraits(f"{mount.kind} (shared)", shared=True, concern=concern)
     if (
@@ -178,8 +177,7 @@ def traits(mount: Mount | None) -> FilesystemTraits:
         and {mount.kind.removeprefix("fuse."), mount.source} & _OBJECT_STORES
     ):
         text = (
-            "It cannot append to a file. Keep checkpoints on a disk, and mirror them to the "
-            "store by its URL."
+            "It cannot append to a file. Keep checkpoints on a disk, with checkpoints_remote_dir."
         )
         return FilesystemTraits(
             f"{mount.kind} (an object store)", shared=True, concern=text, unsupported=True
@@ -231,7 +229,7 @@ def probe_object(folder: DataFolder) -> Finding:
     except OSError as error:
         text = (
             f"{remote} was written but could not be deleted: {failure_line(error)}. Delete it by "
-            "hand. A run deletes nothing in its output; in its mirror, allow it."
+            "hand. Only a mirror needs deletions."
         )
         finding = Finding("warning", "reachable", text)
     if arrived != len(_CONTENT):
@@ -255,9 +253,7 @@ def _upload(folder: DataFolder, name: str) -> DataFolder:
 
 
 _LEAST_FREE = 1 << 26  # bytes, for one chunk
-_ON_ONE_NODE = (
-    "Tasks may run on other nodes: if those do not see this folder, choose one that all nodes see."
-)
+_ON_ONE_NODE = "If tasks run on other nodes, choose a folder that all nodes see."
 
 
 # Local folders -----------------------------------------------------------------------------------
@@ -321,10 +317,7 @@ def check_remote(location: str | DataFolder) -> Iterator[Finding]:
     url = folder.resolve_paths("")
     hub = HubFolder.of(folder)
     if hub is not None and not hub.is_bucket:
-        text = (
-            "each write is a commit (a task makes several), of which the hub allows 128 an "
-            "hour. Use hf://buckets/"
-        )
+        text = "each write is a commit, and the hub allows 128 an hour. Use hf://buckets/"
         yield Finding(
             "warning", "reachable", f"{url} is not tested: {text}OWNER/NAME/FOLDER instead."
         )
@@ -433,7 +426,7 @@ def _check_server(runner: RunnerPlan, config: InferenceConfig) -> Iterator[Findi
             is_ready = False
             yield Finding("problem", "ready", str(error), error=ConfigError(error))
         else:
-            yield Finding("ok", "ready", "its packages, and its key if it has one, are there.")
+            yield Finding("ok", "ready", "its packages and its key are there.")
     if not runner.plan.for_doctor or (as_jobs and not is_endpoint):
         return
     yield Finding("note", "requests", f"{config.places} (max_concurrent_generations).")
@@ -451,9 +444,7 @@ def _check_checkpoints(runner: RunnerPlan) -> Iterator[Finding]:
     if plan.as_jobs or not plan.for_doctor:
         return
     if step.checkpoints_local_dir is None:
-        yield Finding(
-            "warning", "folder", "none: a run that dies starts over. Set checkpoints_local_dir."
-        )
+        yield Finding("warning", "folder", "none: set checkpoints_local_dir.")
         return
     folder = step.checkpoints_root
     mirrored = step.checkpoints_remote_dir is not None
@@ -494,15 +485,14 @@ def _check_writer(runner: RunnerPlan, sample: list[Document]) -> Iterator[Findin
         WriterTrial(writer, NO_TYPES)(encode(document), document.id)
     except DocumentNotSerializable as error:
         text = (
-            f"{name} cannot write a document with an answer that is made up: "
-            f"{error_text(error.__cause__ or error)}. Correct it, unless real answers are "
-            "different."
+            f"{name} cannot write a document with a made-up answer: "
+            f"{error_text(error.__cause__ or error)}. Correct it, unless real answers differ."
         )
         # datatrove's writers write any document, but an adapter or a schema may expect another
         # answer.
         yield Finding("warning" if name.startswith("datatrove.") else "problem", "writer", text)
     else:
-        yield Finding("ok", "writer", f"{name} writes a document with an answer that is made up.")
+        yield Finding("ok", "writer", f"{name} writes a document with a made-up answer.")
 
 
 # job checks --------------------------------------------------------------------------------------
@@ -529,8 +519,8 @@ def _check_answer(
         return Finding(silent, "endpoint", text)
     if answer.models is None:
         text = (
-            f"{answer.url} answers, and does not list its models. Some gateways have no such list: "
-            "then all is well. Otherwise correct its URL."
+            f"{answer.url} answers, but lists no models. Correct its URL, unless it is a gateway "
+            "without a list."
         )
         return Finding("warning", "endpoint", text)
     if model in answer.models:
@@ -614,7 +604,7 @@ def check_input(reader: BaseReader, plan: RunPlan, sample: list[Document]) -> It
         state = "warning"
         text = (
             f"{tasks - len(names)} of {tasks} tasks have no input: {text} Set tasks to "
-            f"{len(names)}, or split the input into at least {tasks} files."
+            f"{len(names)}, or split the input into {tasks} files."
         )
     yield Finding(state, "shares", text)
 
@@ -734,16 +724,14 @@ def check_prompts(prompts: Sequence[str], servers: int) -> Iterator[Finding]:
     end = _common([text[::-1] for text in rests])
     if start >= least:
         text = (
-            f"{size:,.0f} characters on average, of which the first {start:,} "
-            f"({percent(start / size)}) are the same in all {number:,}: a prefix cache computes "
-            "them once."
+            f"{size:,.0f} characters on average; the first {start:,} ({percent(start / size)}) "
+            f"are the same in all {number:,}: a prefix cache computes them once."
         )
         yield Finding("note", "prompts", text)
     if end >= least:
         text = (
-            f"the last {end:,} characters of all {number:,} prompts are the same. A prefix cache "
-            "helps at the beginning only: before the text that differs, they would save "
-            f"{percent(end / size)} of each prompt."
+            f"the last {end:,} characters of all {number:,} prompts are the same. Before the "
+            f"text that differs, a prefix cache would save {percent(end / size)} of each prompt."
         )
         yield Finding("warning", "end of prompts", text)
     # Texts that begin alike, with more between them than the servers keep.
@@ -764,9 +752,9 @@ def check_prompts(prompts: Sequence[str], servers: int) -> Iterator[Finding]:
     # Few pairs in a sample are many in the input, but single rows may be duplicates.
     if apart > number / 100:
         text = (
-            f"{apart:,} of the first {number:,} prompts share {shared // apart:,} characters with "
-            f"an earlier prompt, {rows // apart:,} rows before (averages), which a prefix cache "
-            f"may have lost by then. {SORTING}"
+            f"{apart:,} of the first {number:,} prompts share {shared // apart:,} characters "
+            f"with an earlier prompt, {rows // apart:,} rows before (averages), perhaps too far "
+            f"for a prefix cache. {SORTING}"
         )
         yield Finding("warning", "order", text)
 

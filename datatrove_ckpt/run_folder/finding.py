@@ -78,7 +78,6 @@ def with_timeout(function: Callable[[], T], name: str) -> T:
     wait([result], REMOTE_SECONDS)
     if not result.done():
         raise RemoteFailed(
-            f"{name}: there was no answer within {REMOTE_SECONDS:.0f} s. Check the network, or "
-            "the mount."
+            f"{name}: no answer within {REMOTE_SECONDS:.0f} s. Check the network, or the mount."
         )
     return result.result()

@@ -65,8 +65,8 @@ def _doctor_earlier_runs(plan: RunPlan, with_output: bool) -> Iterator[Finding]:
         names = with_timeout(partial(restore.find_outdated, mirror, root, needed=()), mirror)
         if names:
             text = (
-                f"another node has continued {plural(len(names), 'task')} of this node. A run "
-                f"restores from {mirror} first, so the output is not compared here."
+                f"another node has continued {plural(len(names), 'task')}. A run restores from "
+                f"{mirror} first, so the output is not compared."
             )
             yield Finding("warning", "folder", text, "checkpoints")
             return
@@ -221,20 +221,20 @@ def check_after_run(plan: RunPlan) -> dict[Path, JobTotals]:
         if counts.dead < 0 or counts.written + counts.dropped + counts.dead != counts.read:
             raise CheckpointCorrupt(
                 f"The commits in {root} contradict each other: {counts.read} documents read, "
-                f"{counts.written} written, {counts.dropped} dropped, {counts.dead} dead letters. "
-                f"Check the output: datatrove-ckpt verify {root} --full"
+                f"{counts.written} written, {counts.dropped} dropped, {counts.dead} dead "
+                f"letters. Run: datatrove-ckpt verify {root} --full"
             )
         if not counts.read and (job.numbers.skipped or _has_read_all(runner, job)):
             raise InputError(
-                f"No row of the whole input is a document.{job.numbers.skipped} Check its files, "
-                "and text_key and the adapter of the reader.",
+                f"No row of the input is a document.{job.numbers.skipped} Check its files, and "
+                "the reader's text_key and adapter.",
                 starts_over="anew",
             )
         if counts.read and counts.dead == counts.read:
             often = "".join(cause for cause, _ in job.numbers.dead_letters.most_common(1))
             raise TooManyDeadLetters(
-                f"All documents are dead letters: {often}. To see them: datatrove-ckpt show {root} "
-                f"--dead. Correct the cause, and start again with retry_dead_letters."
+                f"All documents are dead letters: {often}. To see them: datatrove-ckpt show "
+                f"{root} --dead. Correct the cause, and set retry_dead_letters."
             )
         if counts.written and lines_with_error(runner.step.rollout_fn, counts) == counts.written:
             folder = runner.step.output_writer.output_folder.resolve_paths("")

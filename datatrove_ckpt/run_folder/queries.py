@@ -106,8 +106,8 @@ def parse(sql: str, label: str) -> Query:
     for name in called:
         if name in _CLOCKS_AND_DICE.split():
             raise ConfigError(
-                f"{label}: {name} has another value at each start, and rows must be equal then. "
-                "For a draw by seed: order by hash(id, 42) limit 1000."
+                f"{label}: {name} differs at each start. For a draw by seed: order by hash(id, "
+                "42) limit 1000."
             )
     if '"seed":-1' in text:
         raise ConfigError(f"{label}: a sample needs a seed: using sample ... repeatable (42).")
@@ -213,8 +213,7 @@ def keep(
             if changed and kept.made_from["sql"] == query.sql:
                 reason = f"the rows of step {min(changed)[0]} have changed"
             raise CheckpointMismatch(
-                f"{query.label}: its rows differ from those in {folder}, with which the run has "
-                f"begun: {reason}."
+                f"{query.label}: its rows differ from those in {folder}: {reason}."
             )
         record = orjson.dumps({"made_from": made_from, "digest": digest, "rows": rows})
         files.disk.replace((new if is_new else folder) / _RECORD, record)
@@ -306,16 +305,15 @@ def _rows(query: Query, tables: Tables, spill: str = "") -> "Iterator[duckdb.Duc
             yield connection.sql(query.sql)
     except duckdb.OutOfMemoryException as error:
         raise StorageFailed(
-            f"{label}: the query needs more than {byte_size(limit)}, half of the memory that is "
-            "free here. Order a subquery in place of list(... order by ...), which holds all rows; "
-            "or run it where more is free."
+            f"{label}: the query needs more than {byte_size(limit)}, half of the free memory. "
+            "Order a subquery in place of list(... order by ...), or run it where more is free."
         ) from error
     except (duckdb.Error, pa.ArrowException) as error:
         text = str(error).partition("\n\nLINE")[0]
         if text.startswith("Traceback"):  # of fsspec
             cause = text.splitlines()[-1]
             text = (
-                f"{' or '.join(urls)} cannot be read from here: {cause}. Without internet, save "
-                "the file where you have it, and name the copy."
+                f"{' or '.join(urls)} cannot be read from here: {cause}. Without internet, name "
+                "a saved copy."
             )
         raise ConfigError(redact(f"{label}: {text}".replace("\n", " "))) from error

@@ -155,8 +155,7 @@ def _foreign_dead_letters(rank: RankSummary, commits: list[Commit]) -> Iterator[
         foreign = len(dead_letters) - commit.counts.dead
         if foreign < 0 or (data and data[-1:] not in b"\n "):
             raise CheckpointCorrupt(
-                f"its dead letters are damaged in {rank.dead_letters_file}. Restore that file "
-                "from a copy."
+                f"its dead letters in {rank.dead_letters_file} are damaged. Restore it from a copy."
             )
         if foreign:
             yield start, start + len(b"".join(dead_letters[:foreign]))
@@ -191,8 +190,8 @@ class RepairPlan:
             if redo.original is None:
                 yield (
                     f"{rank.place}: rebuild {rank.commits_file} from the "
-                    f"{plural(len(redo.commits_to_keep), 'commit')} that can be proved; all other "
-                    "chunks are processed, and paid for, again"
+                    f"{plural(len(redo.commits_to_keep), 'commit')} that can be proved; other "
+                    "chunks are paid for again"
                 )
             for commit in redo.commits:
                 action = (
@@ -206,10 +205,7 @@ class RepairPlan:
                 yield f"{describe_chunk(*rank.key, commit.chunk_index)}: {action}"
         for problem in self.foreign:
             if problem.kind != "missing":
-                yield (
-                    f"{problem.path} stays: it may be another run's. Move it away before the run "
-                    "continues."
-                )
+                yield (f"{problem.path} stays: it may be another run's. Move it away.")
         for number in self.markers:
             yield (
                 f"task {number}: remove {self.logging_dir}/completions/{number:05d}, so that the "
@@ -225,9 +221,7 @@ def make_plan(report: VerifyReport, logging_dir: str | None) -> RepairPlan:
     shared = {problem.path for problem in report.problems if problem.kind == "duplicate"}
     for rank in report.ranks:
         if rank.state == "running":
-            plan.unrepaired.append(
-                f"{rank.place}: a process works on it. Stop it, and run the same command again."
-            )
+            plan.unrepaired.append(f"{rank.place}: a process works on it. Stop it, and run again.")
         try:
             redo = _plan_rank(report, rank, concerned[rank.key], shared)
         except CheckpointError as error:
@@ -236,9 +230,8 @@ def make_plan(report: VerifyReport, logging_dir: str | None) -> RepairPlan:
         if redo is None:
             continue
         plan.unrepaired += [
-            f"{describe_chunk(*rank.key, index)}: cannot be redone: it was made before the input "
-            f"grew or records_per_chunk changed. Start this task over: remove {rank.folder} and "
-            "its output."
+            f"{describe_chunk(*rank.key, index)}: cannot be redone: it is of an older input or "
+            f"records_per_chunk. Start this task over: remove {rank.folder} and its output."
             for index in redo.not_redoable
         ]
         if redo.original is None or redo.commits:
@@ -287,8 +280,7 @@ def _plan_rank(
     for commit in redo.commits:
         if any(file.path in shared for file in commit.files):
             raise CheckpointError(
-                f"another commit names the output file of chunk {commit.chunk_index}, which would "
-                "be overwritten."
+                f"another commit names the output file of chunk {commit.chunk_index}."
             )
     return redo
 
@@ -325,8 +317,7 @@ def check_output_folder(report: VerifyReport) -> None:
     ):
         raise ConfigError(
             f"--output {report.output}: the output of {report.checkpoints} was in {recorded} at "
-            "the last start, which still exists. Nothing was changed. Leave --output out to repair "
-            f"the files there, or remove {recorded} if all were moved."
+            f"the last start. Leave --output out, or remove {recorded} if all was moved."
         )
 
 
@@ -351,9 +342,7 @@ def apply_repair(plan: RepairPlan, report: VerifyReport) -> None:
         for redo in plan.redo:
             path = redo.rank.commits_file
             if redo.original is not None and redo.original != read_commits(path):
-                raise CheckpointMismatch(
-                    f"{path} was changed by a run while its output was verified. Repair again."
-                )
+                raise CheckpointMismatch(f"{path} was changed by a run meanwhile. Repair again.")
         if plan.markers:
             markers = [f"completions/{number:05d}" for number in plan.markers]
             remove_output(get_datafolder(str(plan.logging_dir)), markers)

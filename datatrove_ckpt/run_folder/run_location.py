@@ -120,8 +120,8 @@ def open_location(
             if config is not None:
                 raise _not_begun(location, f"{location.what}, its mirror")
             raise ConfigError(
-                f"{url} contains no mirror of a checkpoint, and neither does {below}. Give the URL "
-                "that checkpoints_remote_dir names, or a run_folder."
+                f"{url} contains no mirror, and neither does {below}. Give the URL in "
+                "checkpoints_remote_dir, or a run_folder."
             )
         if mirror != url:
             location.output = f"{root}/output"
@@ -278,12 +278,12 @@ def _not_begun(location: RunLocation, expected: object) -> ConfigError:
     if location.output and any(Path(location.output).glob("*")):
         return ConfigError(
             f"{argument}: {location.output} holds files, but no task has a checkpoint in "
-            f"{expected}. Move the checkpoints back, run the same command again if there is a "
-            "mirror, or start a new run in other folders."
+            f"{expected}. Move the checkpoints back, run again if there is a mirror, or use "
+            "other folders."
         )
     hint = "A submitted job may wait in its queue."
     if _runs_as_jobs(location.config):
-        hint += " The log of an ended job shows why it ended: hf jobs ps -a, hf jobs logs ID."
+        hint += " For ended jobs: hf jobs ps -a, hf jobs logs ID."
     return RunNotStarted(
         f"{argument}: nothing has started yet: no task has a checkpoint in {expected}. {hint}"
     )
@@ -298,7 +298,7 @@ def _kept_step(path: str, executor: JsonObject) -> tuple[int, JsonObject]:
     if len(candidates) != 1:
         folders = [step["checkpoints_local_dir"] for step in candidates.values()]
         raise ConfigError(
-            f"{path}: one step of its pipeline must have checkpoints_local_dir, and "
+            f"{path}: one step must have checkpoints_local_dir, and "
             f"{plural_or_no(len(candidates), 'step')} has it. Give the folder of one: "
             f"{', '.join(folders) or 'none is known'}."
         )

@@ -162,10 +162,10 @@ class RunPlan:
             lines = "".join(f"  {line}\n" for change in changes for line in change.lines)
             if lines:
                 raise CheckpointMismatch(
-                    "The worker processes have other code or values than the process that started "
-                    f"them:\n{lines}They import the script anew: what is set under `if __name__ == "
-                    "'__main__':`, or changed after an import, is not there. Pass it in a "
-                    "functools.partial or as shared_context, or set start_method='fork'."
+                    "Worker processes have other code or values than their starter:\n"
+                    f"{lines}They import the script anew, without what `if __name__ == "
+                    "'__main__':` sets. Pass it in a functools.partial or shared_context, or set "
+                    "start_method='fork'."
                 )
 
     def check_executor(self) -> None:
@@ -279,16 +279,16 @@ def _check_order(pipeline: Sequence[object]) -> None:
             )
     if pipeline and isinstance(pipeline[0], InferenceRunner) and not pipeline[0].retry_dead_letters:
         raise ConfigError(
-            f"pipeline[0] {type(pipeline[0]).__name__} would get no documents: no step before it "
-            "reads any. Put a reader before it."
+            f"pipeline[0] {type(pipeline[0]).__name__} would get no documents. Put a reader "
+            "before it."
         )
     for index, (before, step) in enumerate(pairwise(pipeline)):
         if not isinstance(before, InferenceRunner) or not isinstance(step, PipelineStep):
             continue
         if before.until is not None:
             raise ConfigError(
-                f"{step_place(index, before)}: until: no step after it would run. Put those into a "
-                "second executor, which has the first as its `depends`."
+                f"{step_place(index, before)}: until: no step after it would run. Put those into "
+                "a second executor that `depends` on the first."
             )
         first = next(iter(signature(step.run).parameters.values()), None)
         if (
@@ -299,9 +299,8 @@ def _check_order(pipeline: Sequence[object]) -> None:
             raise ConfigError(
                 f"pipeline[{index + 1}] {type(step).__name__} would get no documents: "
                 f"pipeline[{index}] {type(before).__name__} passes none on. Put this step into a "
-                "second executor, whose first step reads the output, and which has the first "
-                "executor as its `depends`. (If the step needs no documents, give `data` in its "
-                "run() a default.)"
+                "second executor that `depends` on the first and reads its output. (Or, if it "
+                "needs no documents, give `data` in run() a default.)"
             )
 
 
@@ -325,9 +324,7 @@ def lost_with_disk(plan: "RunPlan", is_kept: Callable[[str], bool]) -> list[str]
         step = runner.step
         mirror = step.checkpoints_remote_dir
         if step.checkpoints_local_dir is None:
-            lost.append(
-                "checkpoints_local_dir (with checkpoints_remote_dir; there are no checkpoints)"
-            )
+            lost.append("checkpoints_local_dir (with checkpoints_remote_dir)")
         elif not is_kept(str(step.checkpoints_local_dir)) and not (
             mirror and is_kept(str(mirror).removeprefix("file://"))
         ):
@@ -338,8 +335,8 @@ def lost_with_disk(plan: "RunPlan", is_kept: Callable[[str], bool]) -> list[str]
 def note_workers(workers: int, tasks: int) -> None:
     if workers > tasks:
         logger.info(
-            f"workers is {workers}, but there is work for {tasks}: one worker runs each task. For "
-            "more, start a new run with more tasks and input files."
+            f"workers is {workers}, but there is work for {tasks}. For more, start a new run "
+            "with more tasks and input files."
         )
 
 
@@ -348,8 +345,8 @@ def refuse_without_claims(plan: "RunPlan") -> None:
     for runner in plan.runners:
         if runner.step.checkpoints_local_dir is None:
             raise ConfigError(
-                f"pipeline[{runner.index}] InferenceRunner: checkpoints_local_dir: a worker needs "
-                "one, because only the checkpoint keeps two workers apart."
+                f"pipeline[{runner.index}] InferenceRunner: checkpoints_local_dir: a worker "
+                "needs one."
             )
 
 

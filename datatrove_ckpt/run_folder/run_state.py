@@ -502,7 +502,7 @@ def rank_state(ledger: RankSummary, now: float, copied_at: float | None) -> Rank
         rank.uncertain += 1
         rank.lost_in_flight += attempt.in_flight or 0
         age = duration(max(0.0, now - attempt.last_seen))
-        how = "its last attempt was killed, its node was lost, or its disk was full"
+        how = "its last attempt was killed, or its node lost, or its disk full"
         rank.need_attention("lost", f"{how}; its last line is {age} old: {rank.process}")
         if last is not None:
             rank.as_of = last.at
@@ -572,7 +572,7 @@ def _judge_ended(rank: RankStatus, attempt: AttemptSummary, now: float) -> None:
     elif attempt.why == "stopped":
         rank.state = "interrupted"
         if attempt.what not in (WAITS_FOR_BATCHES, "until", "max_cost", "max_total_tokens"):
-            reason = f"{attempt.outcome} {ago}; what it did is saved"
+            reason = f"{attempt.outcome} {ago}"
             rank.need_attention("interrupted", reason)
     else:
         rank.state = "unfinished"  # repaired since, or its input has grown
@@ -682,9 +682,7 @@ def read_run_state(location: RunLocation, now: float | None = None) -> RunState:
     if not state.is_at_work:
         for rank in state.all_ranks:
             if rank.state == "unfinished" and rank.trouble is None:
-                rank.need_attention(
-                    "unfinished", "nothing runs, and it is not finished; what it did is saved"
-                )
+                rank.need_attention("unfinished", "nothing runs, and it is not finished")
     state.totals = add_up(state.ranks, state.read_at, state.tasks)
     state.retried = add_up(state.retries, state.read_at)
     words = [rank.last_word for rank in state.all_ranks if rank.last_word is not None]
@@ -723,7 +721,6 @@ def check_idle(location: RunLocation, ranks: list[RankSummary]) -> None:
     for rank in ranks:
         if rank.key in running:
             raise CheckpointLocked(
-                f"{rank.place}: {running[rank.key]} works on this task, or did so in the last 20 "
-                f"minutes, as its mirror {location.what} shows. Wait for it to end, or stop it, "
-                "and run the same command again."
+                f"{rank.place}: {running[rank.key]} works on this task, or did in the last 20 "
+                f"minutes (mirror {location.what}). Wait for it, or stop it, and run again."
             )

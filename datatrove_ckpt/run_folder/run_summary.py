@@ -56,7 +56,7 @@ def summary_line(
     counts = job.counts
     folder = runner.step.output_writer.output_folder.resolve_paths("")
     if not counts.read:
-        return f"There are no documents in the input, so there is no output in {folder}."
+        return f"The input has no documents, so {folder} has no output."
     retries = (commit.counts for commit in job.retried if commit.at >= started)
     again = sum(retries, DocumentCounts())
     idle = job.ranks - len(job.known)
@@ -128,7 +128,7 @@ def _attempts(job: JobTotals) -> str:
     unused = sent.completion_tokens - job.counts.completion_tokens
     if unused > 0:
         tokens = plural(unused, "completion token")
-        return f"{text}, and {at_least}{tokens} paid that no finished chunk has."
+        return f"{text}, and {at_least}{tokens} paid outside finished chunks."
     return f"{text}."
 
 

@@ -60,8 +60,7 @@ def draw_input(plan: RunPlan, number: int) -> DrawnInput:
     drawn = count_input(plan.runners[0], number)
     if not drawn.documents:
         raise InputError(
-            "no document reaches the InferenceRunner: the input has none, or the steps before it "
-            "yield none."
+            "no document reaches the InferenceRunner from the input or the steps before."
         )
     return drawn
 
@@ -168,8 +167,8 @@ def estimate_lines(sample: SentSample, step: RunnerSettings) -> Iterator[str]:
         yield "The size of the input is not known."
     elif population.number.low < population.number.high:
         yield (
-            "The input was read for 10 s, each task from its start, and not to its end. The sample "
-            "is from what was read, and the estimates take the rest for documents like these."
+            "The input was read for 10 s, each task from its start. The sample and the estimates "
+            "are of what was read."
         )
     yield f"Median and 95th percentile of a document, and estimate for {documents} documents:"
     kinds: dict[str, Callable[[RecordedRequest], float]] = {

@@ -14,9 +14,8 @@ from datatrove_ckpt.run_folder.estimate import estimate
 from datatrove_ckpt.run_folder.run_state import RankState, RankStatus, RunState, Totals
 
 SORTING = (
-    "Sort the input before the run begins, so that rows with the same text are neighbours. In the "
-    'short form, for FILE and the COLUMN that prompts begin with: input: {sql: "select * from '
-    "'FILE' order by COLUMN\"}"
+    "Sort the input before the run begins. In the short form, for the COLUMN that prompts begin "
+    "with: input: {sql: \"select * from 'FILE' order by COLUMN\"}"
 )
 _MAX_CAUSES = 5
 _MAX_WORKERS = 20
@@ -48,13 +47,11 @@ def _all_lines(state: RunState) -> Iterator[tuple[str, str]]:
     if state.missing:
         yield "missing", f"not started: {ranges(state.missing)}"
     if state.gone:
-        advice = (
-            "`run` restores them from the mirror, or refuses while their output files are there"
-        )
+        advice = "`run` restores them from the mirror, or refuses"
         yield "", f"removed, though they had begun: {ranges(state.gone)}; {advice}"
     if state.foreign:
         ranks = f"{plural(state.tasks, 'task')}: {ranges(state.foreign)}"
-        yield "foreign", f"folders that do not belong to the run of {ranks}; they are not counted"
+        yield "foreign", f"folders beyond the run's {ranks}, which are not counted"
     yield from _workers(state)
     if state.retries:
         retried = state.retried
@@ -170,7 +167,7 @@ def progress_of(state: RunState) -> str:
     if state.is_finished:
         return "finished"
     if share is None:
-        return "no percentage: how much of the input is done is not known"
+        return "the input's size is not known"
     done = f"{percent(share)} of the input{_ago(state)}"
     if totals.total_is_estimated:
         done = f"about {done}"

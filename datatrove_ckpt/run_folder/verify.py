@@ -223,16 +223,14 @@ def find_output(location: RunLocation) -> str:
             return str(sibling)
         if other:
             raise errors.ConfigError(
-                f"the output of {argument} is gone: {recorded} belongs to {other}. Bring it back, "
-                "or name it with --output."
+                f"the output of {argument} is gone ({recorded} belongs to {other}). Bring it "
+                "back, or use --output."
             )
         return recorded
     for rank in read_ranks(checkpoints, Include.SETTINGS):
         if rank.damage is not None:
             raise rank.damage
-    raise errors.ConfigError(
-        f"{argument}: no run.json names the output folder. Name it with --output."
-    )
+    raise errors.ConfigError(f"{argument}: no run.json names the output folder. Use --output.")
 
 
 def other_run(checkpoints: Path, recorded: str) -> Path | None:
@@ -284,15 +282,12 @@ def _check_rank(report: VerifyReport, rank: RankSummary) -> Iterator[Problem]:
         if count != commit.counts.dead:
             message = (
                 f"{letters} holds {plural(count, 'dead letter')} of this chunk instead of "
-                f"{commit.counts.dead}. Restore it from a copy; the output is not affected."
+                f"{commit.counts.dead}. Restore it from a copy."
             )
             yield Problem("dead_letters", message, *rank.key, commit.chunk_index, str(letters))
     size = size_of(letters)
     if size < start:
-        message = (
-            f"{letters} has {size} bytes instead of the {start} that commits name. Restore it "
-            "from a copy."
-        )
+        message = f"{letters} has {size} bytes instead of {start}. Restore it from a copy."
         yield Problem("dead_letters", message, *rank.key, path=str(letters))
     if rank.state == "finished":
         return
@@ -306,7 +301,7 @@ def _check_rank(report: VerifyReport, rank: RankSummary) -> Iterator[Problem]:
             text = f"is not finished; its journal holds {held}."
         yield Problem("unfinished", text, *rank.key, index)
     if not missing:
-        text = "is not finished: the run is active, ended early, or must be run again."
+        text = "is not finished: the run is active, or must be run again."
         yield Problem("unfinished", text, *rank.key)
 
 
@@ -317,10 +312,7 @@ def _check_recorded(report: VerifyReport) -> Iterator[Problem]:
         try:
             read_recorded(path)
         except (OSError, TypeError, ValueError) as error:
-            message = (
-                f"{path} holds no recorded document ({error}), as after a power loss. Remove it; "
-                "the output is not affected."
-            )
+            message = f"{path} holds no recorded document ({error}). Remove it."
             yield Problem("corrupt", message, path=str(path))
 
 
@@ -355,9 +347,8 @@ def _check_ranks(report: VerifyReport) -> Iterator[Problem]:
     for rank in removed:
         folder = str(layout.rank_folder(report.checkpoints, rank))
         message = (
-            f"{folder} is missing: its checkpoint was removed. Bring it back; or, to pay for its "
-            f"documents again, move the output files of task {rank} elsewhere, delete "
-            f"completions/{rank:05d} in logging_dir, then run."
+            f"{folder} is missing. Bring it back; or, to pay again, move the output files of "
+            f"task {rank} away, delete completions/{rank:05d} in logging_dir, then run."
         )
         yield Problem("rank", message, rank=rank, path=folder)
     for rank in sorted(ranks):
@@ -426,8 +417,8 @@ def check_output(report: VerifyReport) -> Iterator[Problem]:
         is_named = report.location.named_output is not None
         if not (is_there or is_named or report.folder.exists("")):
             raise errors.OutputFailed(
-                f"the output folder {report.output} does not exist. Give its location with "
-                "--output; if it is lost, the same folder, whose files then count as missing."
+                f"the output folder {report.output} does not exist. Give its place with "
+                "--output; if it is lost, this folder again."
             )
     except (errors.OutputMismatch, errors.OutputFailed) as refusal:
         kind = "owner" if isinstance(refusal, errors.OutputMismatch) else "output"
@@ -532,7 +523,7 @@ def _wrong(report: VerifyReport, file: OutputFile, listing: OutputListing) -> tu
         return "", ""
     return (
         "altered",
-        f"is altered: the xxh128 of its content is {actual} instead of {file.xxh128}",
+        f"is altered: its xxh128 is {actual} instead of {file.xxh128}",
     )
 
 
@@ -546,10 +537,7 @@ def _check_uncommitted(report: VerifyReport, paths: Iterable[str]) -> Iterator[P
     published_by = cache(partial(published_names, report.checkpoints))
     for path in paths:
         if path.startswith(f"{STAGING}/"):
-            message = (
-                f"{path}: a process has left it before it was published. Remove it, unless a task "
-                "works just now."
-            )
+            message = f"{path} was never published. Remove it, unless a task works now."
             yield Problem("foreign", message, path=path)
             continue
         matches = [*filter(None, (pattern.fullmatch(path) for pattern in patterns))]
@@ -557,7 +545,7 @@ def _check_uncommitted(report: VerifyReport, paths: Iterable[str]) -> Iterator[P
         if not matches:
             if report.hub is not None:
                 continue  # a repository holds a card, and other jobs' files
-            advice = "No file of this run has such a name. Move it out of the output folder."
+            advice = "No file of this run has such a name. Move it away."
         for match in matches:
             key, chunk_index = rank_and_chunk(match)
             rank = ranks.get(key)
@@ -571,16 +559,15 @@ def _check_uncommitted(report: VerifyReport, paths: Iterable[str]) -> Iterator[P
                 if not key.retry and 0 < report.tasks <= key.rank:
                     continue  # it ran with more tasks before
                 advice = (
-                    f"It is named like a file of {describe_chunk(*key)}, which has no checkpoint "
-                    "here: keep it until that is found."
+                    f"It may be of {describe_chunk(*key)}, which has no checkpoint here: keep it "
+                    "until that is found."
                 )
             elif rank.state != "finished":
                 published = published_by(key.rank)
                 if published is not None and path not in published:
                     advice = (
-                        "Another run or node has written it. If the run has a mirror, verify that; "
-                        "else choose another output folder, bring the lost checkpoint back, or "
-                        "move the file away."
+                        "Another run or node has written it. If the run has a mirror, verify "
+                        "that; else bring the lost checkpoint back, or move the file away."
                     )
                 elif (*key, chunk_index) not in committed:
                     message = f"{path} is published but not committed yet."
@@ -618,7 +605,7 @@ def check_columns(report: VerifyReport) -> Iterator[Problem]:
         for mismatch in schema_mismatches(expected, schema):
             message = (
                 f"{path} does not load after {first}, or as text: column {mismatch.column!r} is "
-                f"{mismatch.later} there, and {mismatch.first} in the first file. Give the loader "
-                "a schema, or start over with one for ParquetWriter."
+                f"{mismatch.later} there, and {mismatch.first} in the first. Give the loader or "
+                "ParquetWriter a schema."
             )
             yield Problem("columns", message, *chunk.rank.key, chunk.index, path)

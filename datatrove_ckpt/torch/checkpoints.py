@@ -436,7 +436,7 @@ class TrainingCheckpoints:
         if step < self._last.step:
             raise ConfigError(
                 f"save: step {step} comes after step {self._last.step}. Count on from the step "
-                "that restore returned; a training from the start takes a new folder."
+                "that restore returned, or start over in a new folder."
             )
         numbers = _numbers(metrics or {})
         self._ranks.barrier(f"save({step})")
@@ -503,8 +503,8 @@ class TrainingCheckpoints:
         problem = next(filter(None, problems), "")
         if problem:
             raise ConfigError(
-                f"save: {problem}: no restore would take it, as such a file may run any code. "
-                "Save plain values and tensors, or set only_plain=False."
+                f"save: {problem}: no restore would take it. Save plain values and tensors, or "
+                "set only_plain=False."
             )
         sharded.check_alike(gathered_outlines)
         self._has_compared = True
@@ -514,8 +514,8 @@ class TrainingCheckpoints:
         best = self._best
         if self._logged and best is not None and best.count and best.name not in metrics:
             logger.warning(
-                f"metrics has no {best.name!r}: no best step is kept. Give it to "
-                "maybe_save and save, as log chooses no step; or choose another keep=."
+                f"metrics has no {best.name!r}: no best step is kept. Give it to maybe_save and "
+                "save, not only to log; or choose another keep=."
             )
         if input_state is not None and input_state["epoch"] is None:
             logger.warning(
@@ -545,8 +545,8 @@ class TrainingCheckpoints:
         names = [*self._steps.names(), *there]
         if names and not self._has_read_folder:
             raise ConfigError(
-                f"{self._steps.folder}, or its remote, holds {max(names)} of an earlier training. "
-                "Call restore() to continue it, or choose another folder."
+                f"{self._steps.folder}, or its remote, holds {max(names)} of an earlier "
+                "training. Call restore(), or choose another folder."
             )
         self._steps.refuse_others(there)
 
@@ -573,9 +573,7 @@ class TrainingCheckpoints:
         if is_own:
             self._failures.put(error)
         self._saved_at = time.monotonic()
-        logger.error(
-            f"{name} is not saved: {error} The training continues; the last complete step is kept."
-        )
+        logger.error(f"{name} is not saved: {error} The training continues.")
         if self._is_owner:
             with suppress(Exception):
                 self._steps.abandon(name)
@@ -914,8 +912,7 @@ class TrainingCheckpoints:
         not_restored = {file.split("/")[1].removesuffix(".pt") for file in saved} - states.keys()
         if not_restored and not weights_only and self._ranks.rank == 0:
             logger.warning(
-                f"{name} also holds {', '.join(sorted(not_restored))}: not restored, as restore "
-                "and rollback were not given it."
+                f"{name} also holds {', '.join(sorted(not_restored))}, which is not restored."
             )
         if reader is not None:
             reader(self._steps.folder / str(name) / "writer")
@@ -1031,7 +1028,7 @@ def _close_all() -> None:
     for each in list(_not_left):
         if each._writing.is_running or each._uploading.is_running:
             logger.warning(
-                "TrainingCheckpoints is not used in a with block: the end waits for its last save."
+                "Use TrainingCheckpoints in a with block: its end waits for the last save."
             )
             each.close(raises=False)
 
@@ -1040,8 +1037,7 @@ def _write_all(writer: Writer, folder: Path) -> None:
     returned = writer(folder)
     if isinstance(returned, Awaitable | Iterator) or hasattr(returned, "result"):
         raise ConfigError(
-            f"the writer returned a {type(returned).__name__}, and may not have ended. Let it wait "
-            "until all is written."
+            f"the writer returned a {type(returned).__name__}. Let it wait until all is written."
         )
 
 

@@ -267,9 +267,8 @@ class InputIndex:
             compared.append("content")
         if any(saved[key] != current[key] for key in compared):
             raise position_mismatch(
-                "The input has changed: the files have the same names and sizes as when the state "
-                f"was made, but another content: they had {saved['rows']} rows, and have "
-                f"{current['rows']}."
+                "The input has changed: other content in files of the same names and sizes "
+                f"({saved['rows']} rows, now {current['rows']})."
             )
 
 
@@ -391,9 +390,9 @@ def parse_window(window: int | str) -> Window:
 def _continued(start: DatasetState, saved: DatasetState) -> DatasetState:
     if saved.slot is not None and saved.made_by != start.made_by:
         raise CheckpointMismatch(
-            f"The state was made by {saved.made_by}, and this is {start.made_by}. A state belongs "
-            "to its worker. To continue with another number of ranks or workers, give the states "
-            "of all ranks to datatrove_ckpt.torch.restore(loader, states)."
+            f"The state was made by {saved.made_by}, and this is {start.made_by}. For another "
+            "number of ranks or workers, give the states of all ranks to "
+            "datatrove_ckpt.torch.restore(loader, states)."
         )
     order = saved.order
     if order["shares"] is None:
@@ -482,9 +481,9 @@ class Epoch(Iterator[object]):
         if self._after_end and not self._samples and self._count and next_epoch != epoch:
             self._after_end = False
             raise CheckpointMismatch(
-                f"Epoch {epoch} gave no sample: the state was saved at the last batch of epoch "
-                f"{epoch - 1}, and the loader ends there. Resume the loop of epochs at "
-                f"{epoch - 1}: the rest of it is empty, and epoch {epoch} follows."
+                f"Epoch {epoch} gave no sample: the state is of the last batch of epoch "
+                f"{epoch - 1}. Resume the loop of epochs at {epoch - 1}, whose rest is empty; "
+                f"epoch {epoch} follows."
             )
 
     def _places(self, low: int, high: int) -> tuple[Numbers, Numbers]:
@@ -531,7 +530,7 @@ class Epoch(Iterator[object]):
             consequence = "this epoch has fewer samples than len() says"
             if is_even:
                 consequence = "another row comes twice"
-            logger.warning(f"A row is damaged, so {consequence}. Further such rows are skipped.")
+            logger.warning(f"A row is damaged, so {consequence}. Such rows are skipped.")
         self._skipped += 1
         if not is_even:
             return None
@@ -646,11 +645,11 @@ class ReaderDataset(StatefulIterable):
         refuse([*list(_REMOVED)[: len(removed)], *unknown], _REMOVED)
         if not isinstance(reader, FilesReader):
             raise ConfigError(
-                f"The rows of this {type(reader).__name__} cannot be counted. Use from_folder(...) "
-                "or a JsonlReader, ParquetReader or IpcReader of datatrove_ckpt.readers; for a "
-                "folder of save_to_disk, IpcReader(folder, glob_pattern='data-*.arrow'). A stream "
-                "of datasets, or images and sound of it, need no reader: give the dataset itself "
-                "to StatefulDataLoader, Pack or Mix."
+                f"The rows of this {type(reader).__name__} cannot be counted. Use "
+                "from_folder(...) or a JsonlReader, ParquetReader or IpcReader of "
+                "datatrove_ckpt.readers (after save_to_disk: IpcReader(folder, "
+                "glob_pattern='data-*.arrow')). A dataset of the library goes to "
+                "StatefulDataLoader, Pack or Mix itself."
             )
         if not reader.has_default_adapter():
             raise ConfigError("it makes documents, and these are rows. Use map.", setting="adapter")
@@ -855,9 +854,9 @@ def restore(loader: DataLoader, states: Iterable[ReaderState | str | PathLike[st
     dataset = loader.dataset
     if not isinstance(dataset, StatefulIterable):
         raise ConfigError(
-            "restore() needs a loader of a ReaderDataset, Pack or Mix, and this loader has a "
-            f"{type(dataset).__name__}. Use loader.load_state_dict(), with the state of this rank, "
-            "and the same number of ranks and workers."
+            "restore() needs a loader of a ReaderDataset, Pack or Mix, and this has a "
+            f"{type(dataset).__name__}. Use loader.load_state_dict() with this rank's state, and "
+            "as many ranks and workers."
         )
     refuse_begun(loader)
     loaded: list[Any] = [load_file(state) for state in states]

@@ -161,9 +161,8 @@ class Packing(Iterator[Columns]):
                 held.clear()
             if held and held[-1].dtype != these.dtype:
                 raise ConfigError(
-                    f"{name!r} of a row is {these.dtype}, and that of the row before it "
-                    f"{held[-1].dtype}: joined, one of them would change. Give all rows one type "
-                    "by the dataset's map."
+                    f"{name!r} of a row is {these.dtype}, and of the row before it "
+                    f"{held[-1].dtype}. Give all rows one type by the dataset's map."
                 )
             held.append(these)
             if separator is not None:
@@ -219,8 +218,8 @@ def _tokens(row: object, name: str, columns: int) -> TokenArray:
     if isinstance(row, Mapping):
         if name not in row:
             raise ConfigError(
-                f"A row has no {name!r}; it has {list(row)}. Tokenise the documents in the "
-                "dataset's map, or set columns to keys that have one value per token."
+                f"A row has no {name!r}; it has {list(row)}. Tokenise in the dataset's map, or "
+                "set columns to keys with a value per token."
             )
         row = row[name]
     elif columns > 1:

@@ -105,8 +105,8 @@ class Ranks:
             if look == _WARN_LOOKS:
                 logger.warning(
                     f"{call}: rank {', '.join(map(str, missing))} has not called it for "
-                    f"{look * _LOOK_SECONDS:.0f} s. The wait continues: a rank may be slow. If it "
-                    "never comes, call this in all ranks, not in one of them."
+                    f"{look * _LOOK_SECONDS:.0f} s. The wait continues. If it never comes, call "
+                    "this in all ranks."
                 )
             # torch would log each end of ``store.wait``.
             for _ in range(round(_LOOK_SECONDS / _POLL_SECONDS)):
@@ -137,9 +137,8 @@ class Ranks:
             for then, count, own_then, own_count in counts:
                 if then == own_then and count > own_count:
                     raise ConfigError(
-                        f"{call}: rank {rank} has gone on without it, to its next batch or an "
-                        f"exchange of all ranks, and rank {self.rank} waits for it. All ranks save "
-                        "and restore together: call this in all ranks, not in one of them."
+                        f"{call}: rank {rank} has gone on without it, and rank {self.rank} waits "
+                        "for it. Call this in all ranks: they save and restore together."
                     )
         return missing
 

@@ -41,13 +41,13 @@ def check_savable(states: States) -> None:
     for key, state in states.items():
         if not re.fullmatch(r"\w[\w.-]*", key):
             raise ConfigError(
-                f"{key!r} is no name of a state: give letters, digits, '_', '-' and '.', the first "
-                "no '.'."
+                f"{key!r} is no name of a state: take letters, digits, '_', '-' and, not first, "
+                "'.'."
             )
         if not isinstance(state, dict) and not hasattr(state, "state_dict"):
             raise ConfigError(
                 f"save: {key} ({type(state).__name__}) has no state_dict(). Give it to a writer; "
-                "as the loader, give a StatefulDataLoader of torchdata."
+                "a loader must be torchdata's StatefulDataLoader."
             )
 
 
@@ -132,9 +132,7 @@ def _model_of(key: str, states: States) -> torch.nn.Module:
             id(each) for each in state.parameters()
         }:
             return state
-    raise ConfigError(
-        f"{key} needs its model beside it: parameters of FSDP have their names from there."
-    )
+    raise ConfigError(f"{key} needs its model beside it, for the names of its parameters.")
 
 
 def save_parts(state: object, folder: Path, group: ProcessGroup | None) -> None:
@@ -232,8 +230,7 @@ def check_alike(outlines: Sequence[Mapping[str, str]]) -> None:
     for key in sorted({key for outline in outlines for key in outline}):
         if len({outline.get(key) for outline in outlines}) > 1:
             raise ConfigError(
-                f"save: {key} differs between the ranks, in the shape of a tensor, a number, a "
-                "text or the values of a parameter, and rank 0's alone would be kept. Make "
+                f"save: {key} differs between the ranks, and rank 0's alone would be kept. Make "
                 "DTensors of the parts of a tensor, or give what belongs to one rank to a writer."
             )
 

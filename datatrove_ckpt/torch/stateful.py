@@ -172,9 +172,9 @@ class StatefulIterable(_Iterable):
 
     def _start_state(self) -> ReaderState:
         raise ConfigError(
-            f"This {type(self).__name__} was not iterated in this process, so it has no position. "
-            "If workers of a loader read it, use torchdata's StatefulDataLoader, and its "
-            "state_dict()."
+            f"This {type(self).__name__} was not iterated in this process, so it has no "
+            "position. If a loader's workers read it, use the state_dict() of torchdata's "
+            "StatefulDataLoader."
         )
 
     def _has_ended(self, state: ReaderState) -> bool:
@@ -234,8 +234,8 @@ class StatefulIterable(_Iterable):
     def _take_loaded(self, worker: int | None) -> ReaderState | None:
         if worker is not None and self._shared.loads > self._seen_loads:
             raise ConfigError(
-                "A state was loaded into the dataset after the loader had started its workers, "
-                "which have copies. Load it before the first epoch, or make a new loader."
+                "A state was loaded after the loader had started its workers. Load it before the "
+                "first epoch, or make a new loader."
             )
         state = self._loaded
         if worker is None or self._load < 0:
@@ -255,8 +255,8 @@ class StatefulIterable(_Iterable):
             numbers = [None] if number is None else range(workers)
             if shared.epoch_calls and all(shared.is_marked(_ENDED, each) for each in numbers):
                 raise CheckpointMismatch(
-                    f"The state is of the end of epoch {epoch}, and set_epoch({epoch}) was called: "
-                    f"all of the epoch would come again. Start the loop of epochs at {epoch + 1}, "
+                    f"The state is of the end of epoch {epoch}, and set_epoch({epoch}) was "
+                    f"called, which would repeat it. Start the loop of epochs at {epoch + 1}, "
                     "and call set_epoch before each."
                 )
             shared.note_pass(number)
@@ -291,18 +291,17 @@ class StatefulIterable(_Iterable):
         """
         if this_worker()[0] is None and self._shared.workers_read:
             raise ConfigError(
-                "The workers of the DataLoader read the samples, and the dataset here does not "
-                "know how far they are. Use StatefulDataLoader of torchdata.stateful_dataloader, "
-                "and save loader.state_dict() instead of dataset.state_dict()."
+                "The DataLoader's workers read the samples, so this dataset has no position. Use "
+                "torchdata's StatefulDataLoader, and save loader.state_dict() instead of "
+                "dataset.state_dict()."
             )
         if self._running is not None:
             begun = (samples.running for samples in self._begun if not samples.has_ended)
             if any(running is not self._running for running in begun):
                 raise ConfigError(
-                    f"There are two iterations over one {type(self).__name__}: the second began "
-                    "before the first had ended, and there is one position only, the second's. "
-                    "Give each loader a dataset of its own, and drop an iterator that is not "
-                    "needed any more."
+                    f"There are two iterations at once over one {type(self).__name__}, and only "
+                    "the second has a position. Give each loader its own dataset, and drop "
+                    "iterators that are not needed."
                 )
             return sealed(self._state(self._running))
         if self._loaded is not None:
@@ -349,8 +348,8 @@ class StatefulWrapper(StatefulIterable):
             if not isinstance(source, Stateful):
                 raise ConfigError(
                     f"Source {number} of {type(self).__name__} ({type(source).__name__}) has no "
-                    "state_dict and load_state_dict: its position cannot be saved. Use a "
-                    "ReaderDataset, or another iterable with a state."
+                    "state_dict and load_state_dict. Use a ReaderDataset, or another iterable "
+                    "with a state."
                 )
             shared: Any = getattr(source, "dataset", source)
             if (getattr(shared, "world_size", None) or 1) > self.world_size:
@@ -386,9 +385,9 @@ class StatefulWrapper(StatefulIterable):
             return self._new_pass(epoch, slot, None)
         if state["slot"] is not None and Slot(*state["slot"]) != slot:
             raise CheckpointMismatch(
-                f"The state of {type(self).__name__} was made by {Slot(*state['slot'])}, and this "
-                f"is {slot}. Resume with the same world_size and num_workers, and each rank with "
-                "its own state, or give the states of all ranks to "
+                f"The state of {type(self).__name__} was made by {Slot(*state['slot'])}, and "
+                f"this is {slot}. Resume each rank with its own state, world_size and "
+                "num_workers, or give the states of all ranks to "
                 "datatrove_ckpt.torch.restore(loader, states)."
             )
         if state["finished"]:
@@ -406,8 +405,8 @@ class StatefulWrapper(StatefulIterable):
         if state.get("kind") != name or state.get("version") != _VERSION:
             raise CheckpointMismatch(
                 f"This is no state of {name} (version {_VERSION}): it says {state.get('kind')!r} "
-                f"(version {state.get('version')}). Load it into what made it, or start the epoch "
-                "again without it."
+                f"(version {state.get('version')}). Load it into what made it, or restart the "
+                "epoch without it."
             )
         check_settings(state["options"], self._options())
         for source, its in self._sources_with(state):
@@ -461,9 +460,8 @@ def refuse_shuffled(source: object) -> None:
     for part in parts:
         if type(part).__name__ == "BufferShuffledExamplesIterable":
             raise ConfigError(
-                "A shuffled stream of datasets loses the rows in its buffer at each resume. Give "
-                "the files to ReaderDataset.from_folder(...).shuffle(seed=0), or shuffle the "
-                "dataset before it is a stream."
+                "A shuffled stream of datasets loses the rows in its buffer at each resume. Use "
+                "ReaderDataset.from_folder(...).shuffle(seed=0), or shuffle before streaming."
             )
         names = ("dataset", "_ex_iterable", "ex_iterable")
         inner = [getattr(part, name, None) for name in names] + getattr(part, "ex_iterables", [])
@@ -476,8 +474,8 @@ def refuse_begun(loader: object) -> None:
     """
     if vars(loader).get("_iterator") is not None:
         raise ConfigError(
-            "The loader has begun, and its iterator would continue as if nothing was restored. "
-            "Restore before the first iter(loader) and loader.state_dict(), or make a new loader."
+            "The loader has begun, so nothing would be restored. Restore before the first "
+            "iter(loader) and loader.state_dict(), or make a new loader."
         )
 
 

@@ -58,7 +58,7 @@ def check_checksums(value: object, name: str = "") -> None:
         if sealed(state).get(_KEY) != state[_KEY]:
             source = f" in {name!r}" if name else ""
             raise CheckpointCorrupt(
-                f"The state{source} is damaged: its checksum is that of another content. {REMEDY}"
+                f"The state{source} is damaged: its checksum is wrong. {REMEDY}"
             )
 
 
@@ -84,9 +84,9 @@ def load_file(state: ReaderState | str | PathLike[str]) -> object:
             value: object = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:
             raise CheckpointCorrupt(
-                f"The file {str(state)!r} cannot be read: it is damaged, or torch.save did not "
-                "write it, or it holds more than torch.load(weights_only=True) takes "
-                f"({failure_line(error)[:200]}). {REMEDY}"
+                f"The file {str(state)!r} is damaged, not written by torch.save, or holds more "
+                f"than torch.load(weights_only=True) takes ({failure_line(error)[:200]}). "
+                f"{REMEDY}"
             ) from error
     check_checksums(value, str(state))
     return value
@@ -195,8 +195,8 @@ def check_settings(saved: ReaderState, current: ReaderState) -> None:
     for key in current:
         if saved.get(key) != current[key]:
             raise CheckpointMismatch(
-                f"The state was made with {key}={saved.get(key)!r}, now {current[key]!r}. Restore "
-                "the setting, or start the epoch again without the state."
+                f"The state was made with {key}={saved.get(key)!r}, now {current[key]!r}. "
+                "Restore the setting, or restart the epoch without the state."
             )
 
 
@@ -212,8 +212,8 @@ def check_same(
         if len(values) > 1:
             old, new = (value[:200] for value in values[:2])
             raise CheckpointMismatch(
-                f"The states are not of one run: {key} is {old} in one and {new} in another. Give "
-                "the states that the ranks saved at the same step."
+                f"The states are of different runs: {key} is {old} and {new}. Give states that "
+                "the ranks saved at the same step."
             )
 
 
@@ -285,17 +285,14 @@ def check_steps(
     if high - low < batch:
         return
     problem = (
-        f"The states of the ranks were not saved at the same step: rank {low_rank} had {low} "
-        f"samples, rank {high_rank} had {high}."
+        f"The ranks' states are of different steps: rank {low_rank} had {low} samples, rank "
+        f"{high_rank} had {high}."
     )
     if batch > 1:
         raise CheckpointMismatch(
             f"{problem} Give the states that all ranks saved at the same step."
         )
-    logger.warning(
-        f"{problem} If the model is that of one of these steps, samples are trained twice, or "
-        "never."
-    )
+    logger.warning(f"{problem} Samples may be trained twice, or never.")
 
 
 _SINCE_SNAPSHOT = "_steps_since_snapshot"
@@ -309,9 +306,9 @@ def check_snapshots(value: object) -> None:
     for state in find_states(value, lambda candidate: candidate.get(_SINCE_SNAPSHOT, 0) > 0):
         raise CheckpointMismatch(
             f"A loader has saved its state {state[_SINCE_SNAPSHOT]} steps after its snapshot, so "
-            "where its workers were is not known. Use StatefulDataLoader with "
-            "snapshot_every_n_steps=1 and in_order=True, its defaults, or resume with the number "
-            "of ranks and workers that saved the state."
+            "its workers' positions are unknown. Use StatefulDataLoader's defaults "
+            "snapshot_every_n_steps=1 and in_order=True, or resume with as many ranks and "
+            "workers."
         )
 
 
@@ -324,15 +321,14 @@ def is_ours(value: object) -> bool:
 def merge_all(states: Sequence[ReaderState | None], alone: bool = True) -> ReaderState:
     if not states:
         raise ConfigError(
-            "There is no state of a ReaderDataset, Pack or Mix in what was given. Give the "
-            "loaders' state_dict()."
+            "None of these is a state of a ReaderDataset, Pack or Mix. Give the loaders' "
+            "state_dict()."
         )
     known_states = [state for state in states if state is not None and is_ours(state)]
     if len(known_states) < len(states):
         raise CheckpointMismatch(
-            "A source of Pack or Mix is no ReaderDataset whose rows are counted, so that a state "
-            "belongs to its worker: use loader.load_state_dict() with the state of this rank, and "
-            "as many ranks and workers as before."
+            "A source of Pack or Mix is no ReaderDataset with counted rows. Use "
+            "loader.load_state_dict() with this rank's state, and as many ranks and workers."
         )
     check_same(known_states, ("kind", "options", "epoch"), ReaderState.get)
     if is_state(known_states[0]):
@@ -407,7 +403,6 @@ def _end(state: ReaderState | None, other: ReaderState | None) -> ReaderState | 
         end = {"slot": state["slot"], "finished": True, "rest": {}}
         return {**other, **end, "source": source}
     raise CheckpointMismatch(
-        "The workers are in different passes of a source that is a Mix itself: their states "
-        "belong to them. Use loader.load_state_dict() with the state of this rank, and the same "
-        "number of ranks and workers."
+        "The workers are in different passes of a Mix within a Mix. Use loader.load_state_dict() "
+        "with this rank's state, and as many ranks and workers."
     )

@@ -94,8 +94,7 @@ class TrainingInput:
         if loader is None:
             if inputs[0] is not None and self._ranks.rank == 0:
                 logger.warning(
-                    f"{name} also holds loader: not restored, as restore was not given it. The "
-                    "input begins anew."
+                    f"{name} also holds loader, which is not restored. The input begins anew."
                 )
             return
         self.prepare(loader, name.step)
@@ -119,8 +118,8 @@ class TrainingInput:
                 self.epoch += 1
         else:
             raise ConfigError(
-                f"The step is of {len(inputs)} ranks, and there are {self._ranks.size}: only the "
-                "input of a ReaderDataset, Pack or Mix continues with another number."
+                f"The step is of {len(inputs)} ranks, and there are {self._ranks.size}. Only a "
+                "ReaderDataset, Pack or Mix continues with another number."
             )
         restored = getattr(loader, "_restored", None)
         if restored is not None:

@@ -63,9 +63,8 @@ class RestoredInput:
         if before > 1 or self.is_used:
             rows = "the rows" if self.rows is None else f"{self.rows} rows"
             logger.warning(
-                f"The first iteration over the restored loader was left after {before} batches, "
-                f"and another begins the epoch again: {rows} before the restored step, and these "
-                "batches, come again. Continue the first iteration."
+                f"The first iteration over the restored loader was left after {before} batches. "
+                f"Another repeats these, and {rows} before the restored step. Continue the first."
             )
             return False
         inner = getattr(loader, "base_dataloader", loader)

@@ -113,8 +113,8 @@ def code_identity(
         made = _redacted(describe(described, before), output_writer)
     except Exception as error:  # the user's objects may raise any error
         raise ConfigError(
-            f"its code could not be described: {error!r}. Set rollout_version to a text that you "
-            "change with the code.",
+            f"its code could not be described: {error!r}. Set rollout_version, and change it "
+            "with the code.",
             setting="rollout_fn",
         ) from error
     # The objects hold settings when the step is made, and state later.

@@ -89,9 +89,9 @@ def collect(*objects: object) -> ScriptNames | None:
             scan.pickle(objects)
         if scan.secrets and not is_private:
             raise ConfigError(
-                "rollout, shared_context or config: what is pickled with the job holds what looks "
-                f"like a secret: {', '.join(scan.secrets)}. Nothing was written. Let the rollout "
-                "read it where the task runs, from an environment variable, for example."
+                "rollout, shared_context or config: the job's pickle would hold what looks like "
+                f"a secret: {', '.join(scan.secrets)}. Let the rollout read it from the "
+                "environment where the task runs."
             )
         waiting = sorted(scan.names)
         for name in waiting:
@@ -154,8 +154,8 @@ def _pickling_that(mark: str) -> Iterator[None]:
 def warn_left_out(names: ScriptNames) -> None:
     for name, reason in names.left_out.items():
         logger.warning(
-            f"The script's {name} is not pickled with the job, because {reason}. If the rollout "
-            "needs it, let it read it where the task runs, or move it to a module."
+            f"The script's {name} is not pickled with the job, because {reason}. Let a rollout "
+            "that needs it read it where the task runs, or move it to a module."
         )
 
 
@@ -354,17 +354,13 @@ def own_files() -> dict[str, bytes]:
     if (total := sum(sizes.values())) > _MAX_BYTES:
         largest = max(sizes, key=lambda path: sizes[path])
         raise ConfigError(
-            "the imported modules beside the script or in the working folder have "
-            f"{byte_size(total)}, and at most {byte_size(_MAX_BYTES)} go along with the jobs. The "
-            f"largest file is {largest} ({byte_size(sizes[largest])}). Move data out of the "
-            "packages, to a URL.",
+            f"the local modules have {byte_size(total)}, and at most {byte_size(_MAX_BYTES)} go "
+            f"along with the jobs. The largest file is {largest} ({byte_size(sizes[largest])}). "
+            "Move data to a URL.",
             setting="executor",
         )
     contents = {name: path.read_bytes() for name, path in files.items()}
     for name, data in contents.items():
         if may_hold_secret(data.decode(errors="replace")):
-            raise ConfigError(
-                f"{files[name]}: holds what may be a secret, and goes along with the jobs. Use "
-                "secrets."
-            )
+            raise ConfigError(f"{files[name]}: holds what may be a secret. Use secrets.")
     return contents

@@ -195,7 +195,7 @@ def test_collecting_garbage_before_the_manifest_is_noticed(folder, monkeypatch):
     monkeypatch.setattr(VersionWriter, "_collect_garbage", collect_first)
     with (
         FakeServer() as server,
-        pytest.raises(CheckpointCorrupt, match="There is no version at all, but there are objects"),
+        pytest.raises(CheckpointCorrupt, match="There are objects, but no version"),
     ):
         prove(folder, server, of_documents(server, 2), lose_the_node)
 

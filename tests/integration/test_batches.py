@@ -160,7 +160,7 @@ def test_a_text_that_fails_again_and_again_beside_others_is_named(shared, tmp_pa
         return "done"
 
     config = {"texts_per_request": 8, "server_patience_seconds": 60.0, "request_max_attempts": 2}
-    with pytest.raises(CkptError, match=r"id 5.*fails at this request, and answers others"):
+    with pytest.raises(CkptError, match=r"id 5.*the server answers other requests"):
         run_job(tmp_path, shared, 10, ask, config=config)
     assert asked(shared)["text 4"] <= 16
     alone = [payload["input"] for payload in shared.payloads if texts_of(payload) == ["text 5"]]

@@ -97,7 +97,7 @@ def test_a_plain_run_does_not_wait_for_one_that_was_killed_on_another_machine(jo
     store = ObjectClaims(f"{BUCKET}/logs/claims", there, 0.0)
     lose_the_node()
     said = run("--worker", code=1).error
-    assert "start every machine as a worker (run --worker)" in said
+    assert "start each machine with run --worker" in said
     assert server.asked.total() == 0
     run()
     assert server.asked.total() == 1
@@ -257,7 +257,7 @@ def test_what_the_hub_refuses_is_one_line_that_names_the_setting_and_what_to_do(
         return command(*words, code=code).error
 
     write_yaml(server)
-    missing = "the bucket org/none does not exist, or this token may not see it. Make it (hf buckets create org/none"
+    missing = "the bucket org/none does not exist, or is hidden from this token. Make it (hf buckets create org/none"
     assert refused(
         "run", "job.yaml", "--executor.logging_dir=hf://buckets/org/none/logs"
     ).startswith(
@@ -287,7 +287,9 @@ def test_a_mirror_whose_bucket_this_token_does_not_see_is_no_empty_mirror(
     job, tmp_path, monkeypatch
 ):
     """A task that started from nothing would pay for everything again."""
-    with pytest.raises(ConfigError, match=r"the bucket org/none does not exist, or this token"):
+    with pytest.raises(
+        ConfigError, match=r"the bucket org/none does not exist, or is hidden from this token"
+    ):
         restore("hf://buckets/org/none/00000", tmp_path / "00000")
     job.repo("org/job", "bucket").private = True
     HfFileSystem.clear_instance_cache()

@@ -138,7 +138,7 @@ async def streams(document, generate):
 
 @pytest.mark.matrix(
     ("rollout", "says"),
-    [(sends_text, "a dict such as .*, and not a str"), (streams, "remove stream")],
+    [(sends_text, "a dict such as .*, not a str"), (streams, "remove stream")],
 )
 def test_a_payload_that_can_never_work_stops_the_rank_with_its_place_and_sends_nothing(
     tmp_path, rollout, says

@@ -119,7 +119,9 @@ def test_documents_that_a_retry_has_taken_stay_out_of_a_chunk_that_is_made_again
 def test_a_retry_that_a_rejection_stops_says_how_it_goes_on(tmp_path):
     with FakeServer(status=rejects(["text 1"])) as server:
         run_job(tmp_path, server, 2, on_document_error="dead_letter")
-        with pytest.raises(DocumentFailed, match=r"dead letter, set skip_bad_requests"):
+        with pytest.raises(
+            DocumentFailed, match=r"dead letters of rejected documents, set skip_bad_requests"
+        ):
             runner(tmp_path, server, retry_dead_letters=True).run([])
 
 
@@ -161,7 +163,7 @@ def test_a_run_whose_every_document_was_rejected_does_not_end_with_0(here, comma
                 "All documents are dead letters: refused with 400 (BadRequestError: HTTP 400). To"
                 in said
             )
-            assert "start again with retry_dead_letters." in said
+            assert "Correct the cause, and set retry_dead_letters." in said
         server._status = rejects(["Say b"])
         command("run", "job.yaml", "--retry-dead-letters")
 

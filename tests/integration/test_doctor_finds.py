@@ -92,7 +92,7 @@ def test_one_dead_endpoint_of_two_is_a_warning(server):
     [
         (web.json_response({"data": [{"id": "fake", "max_model_len": 1024}]}), "problem",
          "max_tokens is 1024, and max_model_len of "),
-        (web.Response(status=404), "warning", "Some gateways have no such list"),
+        (web.Response(status=404), "warning", "unless it is a gateway without a list"),
     ],
 )  # fmt: skip
 def test_what_an_endpoint_answers(found, monkeypatch, answer, state, says):
@@ -163,7 +163,7 @@ def test_a_check_that_fails_is_a_problem_and_no_traceback(found, monkeypatch):
     "override, check, expected, says",
     [
         ("output_writer.output_folder=memory://doctor/out", "output, reachable", "ok", ""),
-        ("checkpoints_local_dir=null", "checkpoints, folder", "warning", "none: a run"),
+        ("checkpoints_local_dir=null", "checkpoints, folder", "warning", "none: set"),
         ("checkpoints_remote_dir=mirror", "mirror, reachable", "ok", ""),
         ("checkpoints_remote_dir=/proc/mirror", "mirror, reachable", "problem", ""),
     ],
@@ -185,7 +185,7 @@ def test_a_folder_that_never_answers_is_a_problem(found, monkeypatch):
     monkeypatch.setattr(finding, "REMOTE_SECONDS", 0.5)
     said = found()["checkpoints, reachable"][1]
     never.set()
-    assert said.endswith("there was no answer within 0 s. Check the network, or the mount.")
+    assert said.endswith("no answer within 0 s. Check the network, or the mount.")
 
 
 def test_nothing_is_written_into_a_repository_where_each_write_is_a_commit(tmp_path):

@@ -217,7 +217,7 @@ def test_all_files_of_a_run_have_the_columns_with_which_it_began(
 def test_a_name_of_the_model_that_is_new_to_the_run_is_refused_and_an_old_one_is_not(tmp_path, two):
     stopped(tmp_path, two, 5)
     new = [{"url": two[0].url, "model": "m-0"}, {"url": two[1].url, "model": "other"}]
-    line = r'endpoint_models: \["m-0","m-1"\] -> \["m-0","m-1","other"\]\n.*new to the run'
+    line = r'endpoint_models: \["m-0","m-1"\] -> \["m-0","m-1","other"\]\n.*names a new model'
     with pytest.raises(CheckpointMismatch, match=line):
         step(tmp_path, new).run(documents(10))
     stopped(tmp_path, two[1:], 2)  # a list without it forgets no name
@@ -366,10 +366,10 @@ URL = {"url": "http://e"}
 def test_max_cost_needs_the_prices_of_each(tmp_path):
     priced = {**URL, "prices": {"prompt": 1, "completion": 0}}
     step(tmp_path, [priced, priced], max_cost=1.0)
-    with pytest.raises(ConfigError, match="max_cost: needs the prices"):
+    with pytest.raises(ConfigError, match="max_cost: needs prices"):
         step(tmp_path, [priced, URL], max_cost=1.0)
     half = {**URL, "prices": {"prompt": 1, "cached": 0.1}}
-    line = "max_cost: cannot hold .* Write prices: {prompt: 1, cached: 0.1, completion: 8}"
+    line = "max_cost: needs the price .* Write prices: {prompt: 1, cached: 0.1, completion: 8}"
     with pytest.raises(ConfigError, match=line):
         step(tmp_path, [priced, half], max_cost=1.0)
     step(tmp_path, [priced, half])

@@ -188,7 +188,7 @@ def test_workers_with_other_values_than_the_script_are_noticed_before_anything_i
     done = run_script(tmp_path, server.url, "of the command line", "spawn")
     assert done.returncode == 1
     assert not server.payloads
-    said = "The worker processes have other code or values than the process that started them:\n"
+    said = "Worker processes have other code or values than their starter:\n"
     assert said in done.stderr
     assert 'uses.prefix: "of the command line" -> ' in done.stderr
     assert "set start_method='fork'" in done.stderr

@@ -178,7 +178,7 @@ def test_a_template_that_begins_with_a_dot_names_files_of_this_run(tmp_path, ser
         start(output_writer=output).run([about(0, lang="en")])
     assert list(ids(tmp_path / "output")) == ["en/00000_00000.jsonl"]
     other = tmp_path / "other"
-    with pytest.raises(InvalidFileName, match="files that are being written"):
+    with pytest.raises(InvalidFileName, match="of staged files"):
         runner(other, server, output_writer=writer(other, f"./{BY_LANGUAGE}")).run(
             [about(0, lang=STAGING)]
         )

@@ -48,10 +48,10 @@ def test_a_finish_reason_after_answers_that_were_believed_stops_this_attempt_and
     with Server({"text 0": nulls[:], "text 1": nulls[:], "text 3": nulls[:]}) as server:
         for taken in (2, 0):
             with pytest.raises(
-                ServerRefused, match="accept_null_finish_reason is for servers that never"
+                ServerRefused, match="which accept_null_finish_reason let pass"
             ) as caught:
                 run_job(tmp_path, server, 4, config=ACCEPTS)
-            assert f"this attempt has taken {taken} of them as complete" in str(caught.value)
+            assert f"so {taken} answers without one" in str(caught.value)
             server.plan["text 2"] = nulls[:]  # what the server gives from now on changes nothing
 
 

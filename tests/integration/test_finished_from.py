@@ -421,7 +421,7 @@ def test_a_document_with_other_metadata_is_asked_again_and_the_first_is_named(tm
 def test_a_new_key_is_asked_again_or_named_where_a_function_may_have_removed_it(tmp_path, log):
     for name, rollout_fn, asked, says in (
         ("ready", PromptRollout("{text}"), 2, "its old metadata has another 'page'"),
-        ("function", translate, 0, "the document 'id 1' is taken over without 'page': "),
+        ("function", translate, 0, "the document 'id 1' is taken over without 'page', which"),
     ):
         with FakeServer(speak) as server:
             runner(tmp_path / f"old {name}", server, rollout_fn).run(translations("French"))
@@ -567,7 +567,7 @@ def test_a_document_whose_rows_a_damaged_file_may_lack_is_asked_again(here, step
 @pytest.mark.parametrize(
     "old, new, message",
     [
-        ("--explode=true", "--explode=false", "wrote a row of each item. Also set explode"),
+        ("--explode=true", "--explode=false", "wrote items. Also set explode"),
         (
             "--rollout-results=false",
             "--rollout-results=true",

@@ -137,5 +137,5 @@ def test_a_checkpoint_that_is_deleted_during_its_run(tmp_path, name):
     own = caught.value
     assert isinstance(own, StorageFailed)
     assert str(tmp_path / "checkpoints") in str(own)
-    assert "It was removed or moved during the run" in str(own)
-    assert "everything saved so far is kept" not in str(own)
+    assert "It was removed, moved or unmounted during the run" in str(own)
+    assert "what is saved is kept" not in str(own)

@@ -87,7 +87,7 @@ def test_another_revision_is_refused(hub):
         (
             404,
             "RevisionNotFound",
-            r"has no commit [0-9a-f]{40} any more, with which this run began",
+            r"no longer has the commit [0-9a-f]{40} of this run",
         ),
     ],
 )
@@ -142,15 +142,15 @@ def refused(hub, place):
     [
         (
             "org/none/part",
-            "the dataset org/none does not exist, or this token may not see it. Correct the name, or log in",
+            "the dataset org/none does not exist, or is hidden from this token. Correct the name, or log in",
         ),
         (
             "org/input/other",
-            "the folder does not exist there, or glob_pattern fits none. Correct the path",
+            "holds no files for this reader. Correct the path",
         ),
         (
             "org/input@v2/part",
-            "Correct its name or URL, the branch, tag or commit, and dataset_options;",
+            "Correct its name or URL, the revision, and dataset_options;",
         ),
     ],
 )
@@ -189,5 +189,5 @@ def test_a_training_reads_a_split_of_a_configuration(hub):
     ReaderDataset.from_hub(REPOSITORY, "en", split="train").load_state_dict(state)
     with pytest.raises(CheckpointMismatch, match="files"):
         ReaderDataset.from_hub(REPOSITORY, "en", split="test").load_state_dict(state)
-    with pytest.raises(ConfigError, match=r"has no files to read, and one kind of \.parquet"):
+    with pytest.raises(ConfigError, match=r"has no files, and one kind of \.parquet"):
         ReaderDataset.from_hub("org/tables")

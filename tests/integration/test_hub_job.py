@@ -74,7 +74,7 @@ def test_a_finished_run_stays_finished_when_the_dataset_moves_on(job, hub, optio
         ("streaming: true, dataset_options: {split: validation}", "validation"),
         (
             "dataset_options: {split: train}, text_key: body",
-            "no column 'body'. Its columns are 'id', 'text', 'n'",
+            "no column 'body'. Its columns: 'id', 'text', 'n'",
         ),
         ("dataset_options: {split: train, token: hf_abcdefghijklmnopqrstuvwxyz}", "HF_TOKEN"),
         ("streaming: true, shuffle_files: true", "streaming=False"),

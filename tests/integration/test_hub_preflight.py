@@ -42,7 +42,7 @@ def test_no_token(hub, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     said = refused()
     assert (
-        "there is no token for the hub. Export HF_TOKEN with one that may write to org/data, or run: hf auth"
+        "there is no token. Where the tasks run, export HF_TOKEN with one that may write to org/data, or run: hf auth"
         in said
     )
     assert not hub.requests
@@ -61,8 +61,8 @@ def test_a_bucket_that_is_missing(hub, log):
     bucket = HubFolder.parse("hf://buckets/org/raw/part")
     assert refused(bucket).endswith("or make it: hf buckets create org/raw --private")
     check_access(bucket, private=True)
-    assert log.said("made the private bucket org/raw, which was not there")
-    assert "shows with the first file" in check_access(bucket)
+    assert log.said("made the private bucket org/raw.")
+    assert "first file shows whether" in check_access(bucket)
 
 
 # the branch --------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def test_a_bucket_that_is_missing(hub, log):
 
 def test_a_missing_branch_stops_a_rank_before_the_first_request(tmp_path, hub, server):
     hub.create_repo("org/data")
-    with pytest.raises(OutputFailed, match="or the repository and its branch"):
+    with pytest.raises(OutputFailed, match="Make the bucket, repository or branch"):
         run_rank(tmp_path, server, "hf://datasets/org/data@v2/part")
     assert not server.payloads
 
@@ -120,11 +120,11 @@ def test_a_writer_of_datatrove_has_its_repository_made_once_and_no_file_holds_th
     writer = "class_path: HuggingFaceDatasetWriter\n            init_args: "
     writer += '{dataset: org/made, local_working_dir: work, output_filename: "data/${rank}_${chunk_index}.parquet"}'
     Path("job.yaml").write_text(f"{text[:start]}{writer}\n          {text[end:]}")
-    assert "there is no dataset repository org/made yet; a run makes it, private." in job(
+    assert "there is no dataset repository org/made yet; a run makes it private." in job(
         "doctor", "--all"
     )
     said = job("run")
-    assert log.said("made the private dataset repository org/made, which was not there")
+    assert log.said("made the private dataset repository org/made.")
     assert hub.repo("org/made").private
     assert hub.asked["create"] == 1
     assert len(hub.files("org/made")) == 3 + 1  # README.md

@@ -114,9 +114,9 @@ def test_a_repository_that_vanished_is_not_made_anew(cli, hub, server, monkeypat
     said = run(code=1)
     if complete:
         assert "hf://datasets/org/data/part: cannot be listed" in said
-        assert "Make the bucket, or the repository and its branch" in said
+        assert "Make the bucket, repository or branch" in said
     else:
-        assert "there is no dataset repository org/data, or this token may not see it" in said
-        assert "restore it, if the run has written there" in said
+        assert "there is no dataset repository org/data, or it is hidden from this token" in said
+        assert "restore it, if the run had it" in said
     assert not hub.repos
     assert len(server.payloads) == asked

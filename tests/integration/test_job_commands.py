@@ -78,9 +78,7 @@ def test_doctor_looks_at_the_mirror_and_says_what_jobs_lack(here, command):
         assert "tasks: 1 -> 2" in command("doctor", "w.yaml", code=1)
         Path("here.jsonl").write_text('{"id": "a", "text": "b"}')
         write("new", endpoint=server.url, input="here.jsonl")
-        assert "a job of Hugging Face starts with an empty disk" in command(
-            "doctor", "new.yaml", code=1
-        )
+        assert "a job's disk goes with it" in command("doctor", "new.yaml", code=1)
         content = write("new", model="org/model")
         del content["endpoint"]
         Path("new.yaml").write_text(yaml.safe_dump(content))

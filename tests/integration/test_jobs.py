@@ -343,7 +343,7 @@ def test_a_job_whose_token_expires_stops_instead_of_paying_for_what_its_disk_los
         records = "--pipeline.1.records_per_chunk=300"
         said = command("run", "job.yaml", records, code=1)
         assert (
-            "log in (hf auth login, or export HF_TOKEN). The running jobs continue: the same command waits for them."
+            "log in (hf auth login, or export HF_TOKEN). The same command waits for the running jobs."
             in said.error
         )
         until(lambda: not jobs.running)
@@ -363,9 +363,7 @@ def an_executor(hub, here, **settings):
 def test_jobs_with_other_settings_are_refused(hub, here, monkeypatch):
     executor = an_executor(hub, here)
     monkeypatch.setattr(executor, "_alive", lambda: [_Job("theirs", "url", settings="other")])
-    with pytest.raises(
-        CheckpointMismatch, match="with other settings, rollout code or package: url"
-    ):
+    with pytest.raises(CheckpointMismatch, match="with other settings, code or package: url"):
         executor._running()
 
 
@@ -393,7 +391,7 @@ def test_jobs_that_cannot_be_canceled_are_named_and_the_others_are(hub, here, mo
     monkeypatch.setattr(executor, "_alive", lambda: [_Job(str(n), f"url{n}") for n in range(4)])
     with pytest.raises(
         CkptError,
-        match=r"1 of 4 jobs could not be canceled, and continue: url1 \(PermissionError: not",
+        match=r"1 of 4 jobs could not be canceled: url1 \(PermissionError: not",
     ):
         executor.cancel()
     assert canceled == ["0", "2", "3"]
@@ -497,7 +495,7 @@ def test_the_short_form_and_datatroves_own_executor(
     Path("theirs.yaml").write_text(yaml.safe_dump(content))
     command("run", "theirs.yaml", code=None)
     assert started[1]["script"] == "launch_pickled_pipeline.py"
-    assert len(log.said("datatrove's JobsPipelineExecutor: its jobs resume only with")) == 1
+    assert len(log.said("datatrove's JobsPipelineExecutor resumes only with")) == 1
 
 
 @pytest.mark.parametrize(

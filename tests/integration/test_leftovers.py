@@ -123,7 +123,7 @@ def test_the_next_start_on_the_node_ends_what_a_killed_run_has_left(run, log):
     assert run.alive() == {"stranger"}
     (line,) = log.said("Ended what a killed run had left on this node")
     assert all(f"process {run.pids[kind]} (" in line for kind in OURS)
-    assert f"of the server of rank_00003, whose runner was process {run.runner.pid}." in line
+    assert f"of the server of rank_00003 (runner: process {run.runner.pid})." in line
     assert not records()
     log.clear()
     lease()

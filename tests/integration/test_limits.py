@@ -248,7 +248,7 @@ def test_what_depends_on_a_run_that_until_ended_takes_its_output(server, here):
 def test_answers_without_usage_are_no_reason_to_go_on_without_a_limit(server, name, run):
     server.usage = {"total": 1}
     said = run(flag(name, 20), code=1)
-    assert f"error: {name}: cannot end this run" in said.err
+    assert f"error: {name}: needs usage" in said.err
     assert server.asked.total() <= AT_ONCE
     run()
     assert {*server.asked.values()} == {1}

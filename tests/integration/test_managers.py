@@ -194,7 +194,7 @@ def test_pool_workers_end_with_a_parent_that_a_signal_ends_and_the_next_run_find
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         log = tmp_path / "killed/logs/logs/task_00000.log"
-        assert "With datatrove_ckpt.LocalPipelineExecutor, tasks drain." in log.read_text()
+        assert "Use datatrove_ckpt.LocalPipelineExecutor." in log.read_text()
         server.release()
         end(start("killed"))
         assert server.asked.total() - 2 * QUESTIONS <= 2 * IN_FLIGHT

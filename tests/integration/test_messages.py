@@ -12,4 +12,4 @@ def test_a_full_disk_below_the_logs_is_named(here, server, command):
     said = command("run", "job.yaml", code=1)
     assert "Traceback" not in said.err
     assert f"Could not use {here / 'logs'} or {here / 'checkpoints'}: No space left" in said.error
-    assert "Free some space and run the same command again" in said.error
+    assert "Free some space and run again" in said.error

@@ -265,7 +265,7 @@ def test_a_file_that_is_gone_before_its_task_starts_is_named(here, command):
         again = command(*job.split(), code=1).error
     assert "The input file 'b.jsonl'" in said
     assert "is gone since this run began" in said
-    assert "The input file of task 2 was gone before the task started." in again
+    assert "The input file of task 2 was gone before its start." in again
 
 
 def config(kind="vllm", **settings):

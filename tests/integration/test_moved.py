@@ -81,16 +81,14 @@ def test_a_file_that_is_missing_at_the_new_place_refuses_every_task_before_it_as
     for _ in range(2):  # a refusal leaves nothing that hides it
         with pytest.raises(OutputMismatch) as refused:
             run(new, server.url, 1)
-        said = f"{new}/output lacks output files that were committed, such as {lost.name} (task 0, chunk "
+        said = f"{new}/output lacks committed files, such as {lost.name} (task 0, chunk "
         assert str(refused.value).startswith(said)
-        assert f"They were written to {tmp_path}/old/output, which still exists" in str(
-            refused.value
-        )
+        assert f"which were written to {tmp_path}/old/output. Set" in str(refused.value)
     assert kept(new) == before
     (tmp_path / "old/output").rename(tmp_path / "old/gone")
     with pytest.raises(
         OutputMismatch,
-        match=f"differ from what was committed .*{lost.name} is missing.*Put them back",
+        match=f"differ from their commits .*{lost.name} is missing.*Put them back",
     ):
         run(new, server.url, 1)
     assert not server.asked
@@ -112,7 +110,7 @@ def test_a_task_that_runs_elsewhere_refuses_another_output_folder(tmp_path, serv
     finally:
         lock.release()
     assert f'output_folder: "{tmp_path}/old/output" -> "{new}/output"' in str(refused.value)
-    assert "stop the run before its output is moved" in str(refused.value)
+    assert "stop the run first" in str(refused.value)
     assert not server.asked
     run(new, server.url, 2)
     assert set(server.asked) == {f"Rewrite: {text}" for text in TEXTS[2]}
@@ -175,7 +173,7 @@ def test_output_that_went_to_the_hub_is_compared_there(tmp_path, hub, server):
     lost = next(iter(there))
     hub.put("org/data", {name: data for name, data in there.items() if name != lost})
     url = "hf://datasets/org/data/part"
-    with pytest.raises(OutputMismatch, match=r"lacks output files|is missing"):
+    with pytest.raises(OutputMismatch, match=r"lacks committed files|is missing"):
         run(folder, server.url, 1, output=url)
     assert not server.asked
     hub.put("org/data", {lost: there[lost]})
@@ -249,6 +247,6 @@ def test_the_folder_of_another_run_is_refused_in_place_of_a_moved_one(
         "run", "job.yaml", "--pipeline.1.output_writer.output_folder=other", code=1
     ).error
     assert ("belongs to another run" in said) is is_owned
-    assert ("differ from what was committed" in said) is not is_owned
+    assert ("differ from their commits" in said) is not is_owned
     assert outputs(Path("other")) == others
     assert server.asked.total() == asked

@@ -21,7 +21,7 @@ NUMBER = 8
 OTHER = 'model: "fake" -> "other"'
 EARLIER = {"identity_version": 4}
 MIXED = {"identity_version": 5, "accepted_changes": [{}]}
-UNCHECKED = "were taken over unchecked: no checkpoint there shows the settings"
+UNCHECKED = "were taken over unchecked: no checkpoint there shows all their settings"
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ def raises_stop(text):
         (
             lambda text: object(),
             {},
-            r"once\('call'\) cannot save a result that is no JSON.* of bytes",
+            r"once\('call'\) cannot save a result that is no JSON.* such as base64",
         ),
         (lambda text: [math.nan], {}, r"once\('call'\) .* no JSON: NaN"),
         (lambda text: "a" * 2000, {}, r"once\('call'\) has a result of .* and the limit is"),
@@ -69,7 +69,7 @@ def raises_stop(text):
             {"x": object()},
             r"the name and arguments of generate.once\('call', ...\).* must be JSON",
         ),
-        ("text", {}, r"takes a name, a function \(not its result\).*test_once.py, line"),
+        ("text", {}, r"takes a name, a function and its arguments.*test_once.py, line"),
         (str.split, {"x": math.nan}, r"arguments of generate.once\('call', ...\).* NaN"),
         (lambda text: time.sleep(2), {"time_limit": 0.01}, r"once\('call'\) took longer than 0.01"),
         (sleeps, {"time_limit": 0.01}, "took longer than 0.01 s"),

@@ -44,7 +44,7 @@ def job(here, server):
 def follow_advice(message, command):
     """Runs the command that the message names, and the same run again."""
     found = re.search(
-        "datatrove-ckpt (repair .*?), then run the same command again(, with --retry-dead-letters)?",
+        "datatrove-ckpt (repair .*?), then run again(, with --retry-dead-letters)?",
         message,
     )
     assert found, message
@@ -106,7 +106,7 @@ def test_files_of_another_run_that_fit_the_template_are_refused_at_the_first_sta
     path.write_text("of another run\n")
     output = JsonlWriter(str(tmp_path / "output"), template, compression=None)
     for _ in range(2):
-        with pytest.raises(OutputMismatch, match=re.escape(f"names: {name}. Another run")):
+        with pytest.raises(OutputMismatch, match=re.escape(f"names: {name}. Documents may")):
             runner(tmp_path, server, output_writer=output).run(
                 [Document("a", "0", metadata={"lang": "fr"})]
             )
@@ -143,9 +143,9 @@ def test_digits_beside_a_rank_are_no_part_of_it():
     ("old", "new", "says"),
     [
         ("output_folder: output", "output_folder: ./input/answers/", "leave out 00000_00000.jsonl."),
-        ("data_folder: input", "data_folder: .", "would take this output for input"),
+        ("data_folder: input", "data_folder: .", "and would be its input"),
         ("data_folder: input", "data_folder: ., glob_pattern: 'input/*.jsonl'", None),
-        ("output_folder: output", "output_folder: checkpoints", "among the files of the checkpoint"),
+        ("output_folder: output", "output_folder: checkpoints", "is in checkpoints_local_dir"),
         ("output_folder: output", "output_folder: checkpoints/answers", None),
         ("      - class_path: InferenceRunner",
          "      - class_path: JsonlWriter\n        init_args: {output_folder: output, output_filename: "
@@ -190,9 +190,9 @@ def test_the_last_line_and_the_status_agree_on_retries_and_on_answers_that_are_c
         (job / "job.yaml").read_text() + "          skip_bad_requests: true\n"
     )
     said = command("run", "job.yaml")
-    assert "2 of 9 answers were cut off at max_tokens (raise max_tokens" in said
+    assert "2 of 9 answers were cut off at max_tokens (raise it" in said
     assert " and 2 of 9 answers are empty. " in said
-    assert "ended in blanks until max_tokens cut it off" in said
+    assert "ended in blanks up to max_tokens" in said
     monkeypatch.setattr(server, "_status", lambda payload, times: None)
     said = command("run", "job.yaml", "--retry-dead-letters")
     assert "10 of 10 documents" in said
@@ -211,7 +211,7 @@ def test_an_input_without_documents_is_refused_also_by_the_same_command(job, com
         path.write_text("")
     for _ in range(2):
         said = command("run", "job.yaml", code=1)
-        assert "No row of the whole input is a document. Check its files" in said.error
+        assert "No row of the input is a document. Check its files" in said.error
     log = (job / "logs/logs/task_00000.log").read_text()
     assert "Task 0: there are no documents in its input." in log
     assert "  documents  none in the input\n" in command("status", "job.yaml").out
@@ -239,7 +239,7 @@ def test_a_script_that_would_read_its_own_output_is_refused_before_anything_is_a
     reader = JsonlReader(str(tmp_path / "input"))
     with pytest.raises(
         ConfigError,
-        match=r"/input/output' is inside the folder that JsonlReader reads, '.*/input', so",
+        match=r"/input/output' is inside the folder that JsonlReader reads, '.*/input', and",
     ):
         step.run(reader.run(None, 0, 1), 0, 1)
     assert not server.asked
@@ -287,7 +287,7 @@ def forget_documents(job):
 @pytest.mark.parametrize(
     "forget, proof",
     [
-        (forget_last_chunk, "shard.json says that this finished task has read 5."),
+        (forget_last_chunk, "shard.json says that the finished task read 5."),
         (forget_documents, "last_chunk"),
     ],
 )

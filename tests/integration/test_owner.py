@@ -59,9 +59,9 @@ def test_a_run_whose_record_of_its_origin_is_damaged_says_what_restores_it(
     home = tmp_path / "a/checkpoints" / HOME
     record = home.read_bytes()
     home.unlink() if content is None else home.write_bytes(content)
-    with pytest.raises(OutputMismatch, match=f"{home} is missing or damaged, copy ") as refused:
+    with pytest.raises(OutputMismatch, match=f"{home} is lost, copy ") as refused:
         step.run(documents(5))
-    path = Path(str(refused.value).partition("damaged, copy ")[2].partition(" there, and run")[0])
+    path = Path(str(refused.value).partition("is lost, copy ")[2].partition(" there, and run")[0])
     shutil.copy(path, home)
     step.run(documents(5))
     assert home.read_bytes() == record
@@ -107,7 +107,7 @@ def test_a_file_that_appears_in_the_last_moment_is_not_replaced(
         raise error
 
     monkeypatch.setattr(files.Disk, "link", later)
-    with pytest.raises(OutputMismatch, match="has other content"):
+    with pytest.raises(OutputMismatch, match="has files that this task has not published"):
         start("a", 2)
     assert place.files() == {"00000_00000.jsonl": b"another job's"}
 

@@ -178,7 +178,7 @@ def test_what_fails_while_a_stop_saves_is_said_and_stays_a_stop(
         run_job(tmp_path, server, 1, stops)
     assert reraised == [signal.SIGTERM]
     assert log.said("could not be saved: No space left")
-    assert log.said("What was saved before that stays.")
+    assert log.said("Correct the cause, and run again.")
     assert not log.said(", saved: ")
 
 

@@ -382,7 +382,7 @@ def test_a_batch_that_is_forgotten_is_sent_again_once_the_user_gives_it_up(
     batches = [*job, "--provider-batches=true"]
     command(*batches, code=75)
     provider.forgotten.add("batch_2")
-    assert "Run the same command again" in command("batches", "cancel", "job", code=1)
+    assert "Run again" in command("batches", "cancel", "job", code=1)
     command(*batches, code=75)  # perhaps it is only missing for a while
     later(61)
     for more in (batches, [*batches, "--accept-changes=true"], job):
@@ -392,7 +392,7 @@ def test_a_batch_that_is_forgotten_is_sent_again_once_the_user_gives_it_up(
         assert "network" not in said
     assert len(provider.batches) == 1
     said = command("batches", "cancel", str(here / "job" / "checkpoints"))
-    assert "forgotten batch_2. The next run sends its requests" in said
+    assert "forgotten batch_2. The next run pays for its requests" in said
     assert "No batch is open" in command("batches", "list", "job")
     provider.steps = 0
     command(*batches)
@@ -855,7 +855,7 @@ def test_a_stop_leaves_batches_at_the_provider(tmp_path, log, provider):
     provider._shown = stop
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, provider)
-    assert "They stay there; the same command collects" in "".join(log)
+    assert "The same command collects" in "".join(log)
     assert "k requests in a row takes k passes" in "".join(log)
     assert not rows(tmp_path)
     run(tmp_path, provider)

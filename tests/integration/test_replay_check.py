@@ -222,7 +222,7 @@ def test_no_side_effect_happens_twice(tmp_path, server, monkeypatch, lines, kind
     assert effect.number == 6
     assert void(tmp_path)
     assert recorded(tmp_path) == []
-    said = [line for line in lines if "is not run again for documents that are done" in line]
+    said = [line for line in lines if "finished documents are not replayed" in line]
     assert len(said) == 1
 
 

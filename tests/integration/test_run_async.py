@@ -55,7 +55,7 @@ async def test_several_ranks_run_on_one_loop_at_once(tmp_path, server):
     ]
 
 
-SECOND = "a further signal, or cancellation, ends the wait at once"
+SECOND = "a further signal, or cancellation, ends the wait"
 
 
 async def test_a_cancellation_drains_and_no_request_is_paid_twice(tmp_path, log):

@@ -251,7 +251,7 @@ def test_a_failure_without_checkpoints_leaves_whole_files_and_no_temporary_ones(
     with pytest.raises(DocumentFailed) as failed:
         step_without("${chunk_index}.jsonl", fails_at({"id 5"})).run(documents(7))
     assert failed.value.__notes__ == [
-        "There is no checkpoint (checkpoints_local_dir is not set): the same command starts over."
+        "There is no checkpoint (checkpoints_local_dir): the same command starts over."
     ]
     assert ids(tmp_path) in ([], ["id 0", "id 1", "id 2"])
     assert {path.name for path in tmp_path.iterdir()} <= {"output"}

@@ -243,7 +243,6 @@ def test_an_input_without_rows_is_one_message(here, server, command):
     words = job(server, "1.jsonl", "--run-folder", "run")
     said = command(*words, "--sample", 5, code=1).error
     assert said.endswith(
-        "error: no document reaches the InferenceRunner: the input has none, or the steps before "
-        "it yield none."
+        "error: no document reaches the InferenceRunner from the input or the steps before."
     )
     assert not (here / "run/checkpoints").exists()

@@ -254,7 +254,8 @@ def test_a_key_that_is_no_header_is_refused(end, said, monkeypatch):
     monkeypatch.setenv("KEY_OF_TEST", KEY + end)
     config = InferenceConfig("endpoint", "m", endpoint_url="http://h", api_key_env="KEY_OF_TEST")
     with pytest.raises(
-        ConfigError, match="the value of KEY_OF_TEST holds a space at an end, a line break"
+        ConfigError,
+        match="the value of KEY_OF_TEST begins or ends with a space, or holds a control character",
     ) as caught:
         asyncio.run(start(config))
     check(caught.value, said)

@@ -57,7 +57,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def in_two(command):
-    """A run that ends at a refused text, and the same command again: what they asked, and the
+    """A run that ends at a refused text, and the same again: what they asked, and the
     second one said.
     """
 
@@ -386,7 +386,7 @@ def test_python_names_what_to_pass_and_starts_over(job):
     assert str(refused.value).endswith("To start over, choose another run_folder.")
     folder = Path("runs/x").absolute()
     assert refused.value.__notes__ == [
-        f"To start over, move what is there aside while no task runs: mv {folder} {folder}.1"
+        f"To start over, move it aside while no task runs: mv {folder} {folder}.1"
     ]
     assert not LONG.search(str(refused.value))
     with pytest.raises(CheckpointMismatch, match=r"Go on with 1 task \(tasks: 1\)"):
@@ -402,7 +402,7 @@ def test_a_run_folder_with_the_input_in_it_is_not_to_be_moved_aside(job, command
     changed = ["job.yaml", "--prompt=Tell {text}"]
     said = command("run", *changed, code=1).err
     assert said.endswith(
-        f"\nTo start over, move what is there aside while no task runs: "
+        f"\nTo start over, move it aside while no task runs: "
         f"mv {Path('runs/x').absolute()} {Path('runs/x.1').absolute()}\n"
     )
     shutil.copytree("documents", "runs/x/documents")
@@ -428,7 +428,7 @@ def test_a_prompt_that_the_first_document_does_not_fit_starts_no_server(
         raise AssertionError("a server would have been started")
 
     monkeypatch.setattr(ServerHost, "lend", lend)
-    said = f"document 'id 0' has no column 'txt'; its columns: {columns} Correct the name."
+    said = f"document 'id 0' has no column 'txt'; its columns: {columns} Correct the name;"
     assert said in command("run", "job.yaml", f"--{setting}", code=1).error
     assert said in command("doctor", "job.yaml", f"--{setting}", code=1)
     assert said not in command(
@@ -583,7 +583,7 @@ def test_standard_input_is_kept_for_the_next_start(command, monkeypatch):
         given(b"")
         assert "standard input is empty" in command(*run, code=2).error
         given(b"question,answer\nWhy?,So")
-        assert "holds no JSON lines. Save it" in command(*run, code=2).error
+        assert "is no JSON lines. Name a file" in command(*run, code=2).error
         given(rows)
         command(*run, code=1)
         fails.clear()
@@ -741,7 +741,7 @@ def test_the_whole_command_that_helps_is_printed(capfd):
         write(server, tasks=3)
         assert main(["run", "job.yaml"]) == 1
         said = capfd.readouterr().err
-        assert "as a dead letter, set skip_bad_requests." in said
+        assert "dead letters of rejected documents, set skip_bad_requests." in said
         command = "datatrove-ckpt run job.yaml"
         assert f"The whole command: {command} {skip}\nor: {command} --retry-errors true\n" in said
         assert main(["run", "job.yaml", "--worker", "--tasks", "2"]) != 0
@@ -799,6 +799,7 @@ def test_the_command_that_is_printed_for_a_max_tokens_above_the_context_continue
         assert main(["run", "job.yaml", "--max-tokens", str(asked)]) == 1
         said = capfd.readouterr().err
         assert "the same command" not in said
+        assert "run again" not in said
         assert "The prompt is longer" not in said
         printed = said.partition("The whole command: datatrove-ckpt ")[2].splitlines()[0]
         assert main(shlex.split(printed)) == 0
@@ -842,7 +843,7 @@ def test_documents_without_a_valid_answer_are_left_out_by_the_command_that_is_pr
         assert main(["run", "job.yaml"]) == 1
         said, asked = capfd.readouterr().err, len(server.payloads)
         assert "so the same command fails again" in said
-        assert "If you change the code" not in said
+        assert "If you change the rollout" not in said
         assert f"The whole command: datatrove-ckpt run job.yaml {leave}\n" in said
         assert main(["run", "job.yaml"]) == 1
         assert main(["run", "job.yaml", leave]) == 0

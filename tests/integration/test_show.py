@@ -70,7 +70,10 @@ def test_dead_letters_are_shown_with_their_causes_until_a_retry_takes_them(tmp_p
     retry = {"retry_dead_letters": True, "accept_changes": True, **settings}
     run_job(tmp_path, server, 4, fails_at(["id 1", "id 3"]), **settings)
     assert ids(show()) == ["id 0", "id 2"]
-    assert "dead letters, are counted by `datatrove-ckpt status`" in show("--id=id 1", code=1).out
+    assert (
+        "`datatrove-ckpt status` counts documents in unfinished chunks"
+        in show("--id=id 1", code=1).out
+    )
     said = show("--dead")
     assert ids(said) == ["id 1", "id 3"]
     assert (
@@ -121,16 +124,15 @@ def test_a_sample_prints_questions_and_answers_and_keeps_only_them(
     assert first.startswith("1. id 0\n  question: Say a\n  answer: answer ")
     assert ids(said) == ["id 0", "id 1", "id 2", "id 3"]
     assert said.out.endswith(
-        "4 of 4 documents processed. The run takes these answers where it sends the same requests, "
-        "and no other document was sent.\n"
+        "4 of 4 documents processed. The run takes these answers for the same requests.\n"
     )
     assert "resume" not in said
-    assert "run the same command again" not in said
+    assert "run again" not in said
     assert outputs(here / "input") == before
     assert sorted(path.name for path in here.iterdir()) == ["checkpoints", "input", "job.yaml"]
     assert [path.name for path in (here / "checkpoints").iterdir()] == ["sample-00001"]
     said = command("status", "checkpoints", code=2).error
-    assert "holds only samples (run --sample): the run has not begun." in said
+    assert "holds only samples (run --sample). Start the run" in said
 
 
 def test_a_sample_says_what_a_prefix_cache_saves_of_the_requests_that_were_sent(

@@ -66,7 +66,7 @@ def test_an_element_takes_what_is_free_and_the_last_job_checks_all(array, server
     assert list(server.asked.values()) == [1] * TASKS
     monkeypatch.delenv("SLURM_ARRAY_TASK_ID")
     monkeypatch.setenv("DATATROVE_CKPT_LAST_JOB", "1")
-    assert f"The output of {TASKS} tasks is complete, and was compared" in run(array, server, 0)
+    assert f"The output of {TASKS} tasks is complete, and matches" in run(array, server, 0)
     assert (array / "logs/stats.json").exists()
     next((array / "output").iterdir()).unlink()
     assert "datatrove-ckpt repair" in run(array, server, 3)
@@ -86,18 +86,18 @@ def test_the_last_job_compares_the_output_on_a_node_that_has_no_checkpoints(
 
 def test_the_last_job_fails_while_tasks_are_not_complete(array, server, monkeypatch):
     (array / "bad").touch()
-    assert "1 of 3 tasks are not complete, because they were given up" in run(array, server, 3)
+    assert "1 of 3 tasks were given up" in run(array, server, 3)
     monkeypatch.setenv("DATATROVE_CKPT_LAST_JOB", "1")
     assert "task 1: DocumentFailed" in run(array, server, 3)
     (array / "bad").unlink()
     for mark in (array / "logs/claims").glob("*-*"):
         mark.unlink()
-    assert "1 task is not complete: 1. Run the same command again" in run(array, server, 1)
+    assert "1 task is not complete: 1. Run again" in run(array, server, 1)
     assert not (array / "logs/stats.json").exists()
 
 
 def test_an_element_takes_no_task_just_before_its_time_limit_and_requeues_itself(array, server):
-    assert "would hardly end before the job's time limit" in run(array, server, 15, "late")
+    assert "The job's time limit is too near to take another task" in run(array, server, 15, "late")
     assert (array / "asked").read_text().splitlines()[-1] == "requeue 17_0", (
         "17 would be the whole array"
     )

@@ -136,7 +136,7 @@ def test_the_example_runs(command):
 
 def test_other_commands_name_the_folders_of_steps(finished, command):
     assert "no place for the queries" in command("k8s", "job.yaml", code=2).error
-    assert "tune takes the job of one run" in command("tune", "job.yaml", code=2).error
+    assert "tune takes one run" in command("tune", "job.yaml", code=2).error
     for what in ("qa", "job.yaml"):
         named = "give the folder of a step: qa/answers, qa/judged, "
         for name in ("repair", "report"):
@@ -188,7 +188,7 @@ def test_the_long_form_of_each_step_is_printed(server, command, flag):
 
 def test_flags_of_single_runs_hold_for_each_step(server, command):
     write(server)
-    assert "--cancel: cancels Hugging Face Jobs" in command("run", "job.yaml", "--cancel", code=2)
+    assert "--cancel: is for Hugging Face Jobs" in command("run", "job.yaml", "--cancel", code=2)
     assert not server.payloads
     command("run", "job.yaml", "--no-wait")
     assert len(server.payloads) == 27
@@ -263,16 +263,14 @@ def test_a_change_before_finished_steps_is_refused_without_a_request(
     else:
         ((name, settings),) = change.items()
         write(finished, changed(name, **settings))
-    error = refused(
-        finished, command, reason, f"first step that has changed: job.yaml: steps.{step}"
-    )
+    error = refused(finished, command, reason, f"first changed step: job.yaml: steps.{step}")
     assert f"--redo {step}" in error
 
 
 def test_a_change_of_a_later_step_is_refused_before_the_requests_of_a_new_one(finished, command):
     more = {"input": "answers", "prompt": "More: {answer}", "answer": "more"}
     write(finished, {"answers": STEPS["answers"], "more": more, **changed("judged", max_tokens=3)})
-    refused(finished, command, "first step that has changed: job.yaml: steps.judged", "max_tokens")
+    refused(finished, command, "first changed step: job.yaml: steps.judged", "max_tokens")
 
 
 def test_a_worker_is_refused_for_a_change_with_exit_code_2(finished, command):
@@ -290,7 +288,7 @@ def test_a_lost_input_of_a_finished_step_is_compared_once_it_is_made_anew(finish
     write_rows("docs.jsonl", [{**row, "text": f"{row['text']}0"} for row in ROWS])
     error = command("run", "job.yaml", "--worker", code=2).error
     assert "is not what task 0 read" in error
-    assert "first step that has changed: job.yaml: steps.judged" in error
+    assert "first changed step: job.yaml: steps.judged" in error
 
 
 def test_a_changed_query_is_computed_anew_and_refuses_what_began_with_other_rows(finished, command):
@@ -399,7 +397,7 @@ def test_a_redo_that_cannot_continue_is_given_anew(finished, command):
     finished._status = lambda *call: None
     write_rows("docs.jsonl", [{**rows[0], "text": "text 7"}, *rows[1:]])
     for _ in range(2):
-        refused(finished, command, "docs.jsonl", "--redo answers, which runs")
+        refused(finished, command, "docs.jsonl", "--redo answers, for this step")
     command("run", "job.yaml", "--redo", "answers")
     assert Path("qa/answers.2").exists()
     assert len(table("answers")) == len(table("judged")) == 13
@@ -575,7 +573,7 @@ def test_files_without_a_document_are_an_error_as_everywhere(server, command):
     Path("docs.jsonl").write_text("")
     write(server)
     said = command("run", "job.yaml", code=1)
-    assert "No row of the whole input is a document" in said.error
+    assert "No row of the input is a document" in said.error
     assert not Path("qa/judged").exists()
 
 
@@ -723,7 +721,7 @@ def test_a_sample_takes_rows_through_all_steps_and_the_run_takes_its_answers(ser
     assert "size of the input is not known" in said[said.index("topics:") :]  # a query groups
     assert said.count("not known") == 1
     assert said.count("cost   ") == 3
-    assert said.count("The run takes these answers where") == 2
+    assert said.count("The run takes these answers for") == 2
     assert "The run sends these requests again" in said[said.index("topics:") :]
     assert len(server.payloads) == 3 + 3 + 1
     assert not list(Path("qa").rglob("*.parquet"))
@@ -749,7 +747,7 @@ def test_the_run_takes_the_answers_of_a_sample_from_a_query_over_files(server, c
     }
     write(server, steps)
     said = command("run", "job.yaml", "--sample", "2")
-    assert "The run takes these answers where" in said
+    assert "The run takes these answers for" in said
     assert "for 11 documents" in said
     command("run", "job.yaml")
     assert len(server.payloads) == 11
@@ -890,7 +888,7 @@ def test_a_worker_says_that_it_waits_for_the_queries_of_another(server, command,
     monkeypatch.setattr(time, "sleep", lambda seconds: lock.release())
     write(server)
     command("run", "job.yaml", "--worker")
-    assert log.said("Waiting for a query: This very process")
+    assert log.said("Waiting for a query: Another call")
     assert len(table("rejected")) == 3
 
 
@@ -988,7 +986,7 @@ def test_a_run_waits_while_another_process_computes_its_query(server, command, l
     single = {"run_folder": "x", "input": rows, "prompt": "{text}", "model": "fake"}
     Path("job.yaml").write_text(yaml.safe_dump({**single, "endpoint": server.url}))
     command("run", "job.yaml")
-    assert log.said("Waiting for a query: This very process")
+    assert log.said("Waiting for a query: Another call")
     assert len(table("", "x")) == 2
 
 
@@ -1009,7 +1007,7 @@ def test_a_query_of_a_url_needs_no_internet(server, empty_memory_file_system):
     [
         ("http://127.0.0.1:9/a.csv", "ClientConnectorError: Cannot connect to host 127.0.0.1:9"),
         ("none://a/a.csv", "Protocol not known: none"),
-        ("http://me:sesame@127.0.0.1:9/a.csv", "Set credentials in the environment"),
+        ("http://me:sesame@127.0.0.1:9/a.csv", "Export credentials"),
     ],
 )
 def test_a_url_that_cannot_be_read_is_one_clear_message(server, url, said):

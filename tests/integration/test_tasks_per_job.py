@@ -118,7 +118,7 @@ def test_a_rank_that_starts_just_before_the_time_limit_starts_nothing_and_requeu
     assert reraised == [signal.SIGUSR1]
     assert len(server.payloads) == 6
     assert not (tmp_path / "checkpoints/00002").exists(), "nothing was started"
-    assert "too near to start this task" in "".join(log)
+    assert "is too near. The job's next attempt" in "".join(log)
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_a_vector_of_another_length_stops_the_rank_and_is_not_kept(
 
     numbers.paths = {"/v1/embeddings": answer}
     config = {"max_concurrent_documents": 1, "texts_per_request": texts_per_request}
-    with pytest.raises(CkptError, match=r"3 numbers, and before with 4, .* same command again"):
+    with pytest.raises(CkptError, match=r"3 numbers, and before with 4, .* run again"):
         run_job(tmp_path, numbers, 2, ask, config=config)
     others = False
     run_job(tmp_path, numbers, 2, ask, config=config)

@@ -230,7 +230,7 @@ def test_the_types_come_with_a_task_to_another_node(tmp_path, run, run_to_text_2
 
 @pytest.mark.parametrize("code", golden.sections("beyond_python"))
 def test_what_python_cannot_hold_is_named_before_a_request(server, code, run):
-    with pytest.raises(InputError, match=r"a\.(arrow|parquet)' has a value in the column 'v'"):
+    with pytest.raises(InputError, match=r"a\.(arrow|parquet)' has in the column 'v'"):
         run(pa.table({"text": ["a"], "v": eval(code)}), kind="arrow")
     assert not server.asked
 

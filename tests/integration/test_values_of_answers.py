@@ -195,7 +195,7 @@ def test_a_schema_is_read_from_a_file(tmp_path, monkeypatch, command, where, suf
 @pytest.mark.parametrize(
     "value, message",
     [
-        ("schema.yaml", 'is the name of a file. For what it holds, write "@schema.yaml"'),
+        ("schema.yaml", 's name. For its content, write "@schema.yaml"'),
         ("@schema.yaml", "schema.yaml cannot be read: "),
         ("@none.yaml", "none.yaml cannot be read: No such file"),
         ("@list.yml", "json_schema: "),

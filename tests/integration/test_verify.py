@@ -125,7 +125,7 @@ MENDABLE = {
     ),
     "altered": (
         rewrite(lambda data: data.replace(b"answer", b"ANSWER", 1)),
-        "task 0, chunk 1: 00000_chunk_00001.jsonl is altered: the xxh128 of its content is ",
+        "task 0, chunk 1: 00000_chunk_00001.jsonl is altered: its xxh128 is ",
     ),
 }
 
@@ -189,7 +189,7 @@ OTHER_DAMAGE = {
     ),
     "another version": (
         lambda job: edit_commits(job, lambda commit: commit | {"from": "the future"}),
-        ["line 1: the line is whole, but no commit of this version of the program"],
+        ["line 1: the line is no commit of this version"],
     ),
     "corrupt settings": (
         lambda job: (job / "checkpoints/00001/run.json").write_text("{"),
@@ -197,7 +197,7 @@ OTHER_DAMAGE = {
     ),
     "input unknown": (
         lambda job: (job / "checkpoints/00000/shard.json").unlink(),
-        ["shard.json is missing. Restore it from a copy."],
+        ["shard.json is missing. Restore it from a copy, or write"],
     ),
     "identity": (
         lambda job: edit_settings(
@@ -242,7 +242,7 @@ def test_what_cannot_be_read_is_no_reason_to_make_it_again(job, said, monkeypatc
     monkeypatch.setattr("datatrove_ckpt.run_folder.verify.content_hash", refuse)
     text = said("repair", job, "--full", code=1)
     assert text.count("cannot be read: PermissionError: not yours") == 8
-    assert "nothing that repair can do" in text
+    assert "Repair can do nothing" in text
 
 
 # unfinished --------------------------------------------------------------------------------------
@@ -321,13 +321,13 @@ def test_status_and_verify_work_while_a_run_is_on_and_its_rank_is_not_repaired(
         runner(tmp_path, server, rollout).run(documents(3))
     assert "1 task (1 running)" in seen["status"]
     assert "2 done" in seen["status"]
+    assert "task 0: is not finished: the run is active, or must be run again." in seen["verify"]
+    at_work = "task 0: a process works on it. Stop it, and run again.\n"
+    assert seen["repair"] == f"not repaired: {at_work}Repair can do nothing.\n"
     assert (
-        "task 0: is not finished: the run is active, ended early, or must be run again."
-        in seen["verify"]
+        "error: Another call of run or run_async in this process works on this task"
+        in seen["repair of a lost file"]
     )
-    at_work = "task 0: a process works on it. Stop it, and run the same command again.\n"
-    assert seen["repair"] == f"not repaired: {at_work}There is nothing that repair can do.\n"
-    assert "error: This very process works on this task already" in seen["repair of a lost file"]
     said("verify", tmp_path, code=1)
 
 
@@ -532,10 +532,10 @@ def move_letters(job):
 @pytest.mark.parametrize(
     "damage, says",
     [
-        (move_letters, "task 0: cannot be redone: its dead letters are damaged in"),
+        (move_letters, "task 0: cannot be redone: its dead letters in"),
         (
             None,
-            "not repaired: task 0, chunk 1: cannot be redone: it was made before the input grew",
+            "not repaired: task 0, chunk 1: cannot be redone: it is of an older input",
         ),
     ],
 )

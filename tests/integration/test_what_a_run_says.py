@@ -82,7 +82,7 @@ def test_the_command_names_the_line_of_a_rollout_and_the_log_with_the_traceback(
         (
             "return document",
             1,
-            "rollout ask returned the document itself. Return what is to be added to it",
+            "rollout ask returned the document itself. Return what is added to it",
         ),
     ],
 )
@@ -109,7 +109,7 @@ def test_what_a_rollout_has_forgotten_is_said_in_the_last_line(
     gc.unfreeze()
     last = printed.error if code else printed.out.splitlines()[-1]
     assert said in last
-    assert code or "or a return missing?" in last
+    assert code or "a return missing?" in last
 
 
 async def names_model(document, generate):
@@ -122,12 +122,12 @@ COLD = ["--choice=[other]", "--engine=none", "--answer-attempts=2", "--invalid-a
 @pytest.mark.parametrize(
     "arguments, warning",
     [
-        ([*COLD, "--temperature=0"], "A document sends a request again at temperature 0, where"),
+        ([*COLD, "--temperature=0"], "A document repeats a request at temperature 0."),
         ([*COLD, "--temperature=0", "--show-error=true"], ""),
         ([*COLD, "--temperature=0.7"], ""),
         (["--id-key=key"], "id_key: the first row has no column 'key'; its columns: text, n."),
         (["--types={m: int64}"], "types: the first row has no column 'm'; its columns: text, n."),
-        (["--system-prompt=Of {text}"], "has {text}, which is sent as it is."),
+        (["--system-prompt=Of {text}"], "has {text}, but only prompts are filled."),
         ([f"--rollout={__name__}.names_model"], "A payload names the model 'm-2', which is not"),
         (["--types={n: int64}", "--system-prompt=Of {a}", "--id-key=n"], ""),
     ],

@@ -187,7 +187,7 @@ def test_a_document_that_always_fails_while_others_are_answered_is_set_aside(tmp
         if rollout is ask:
             server._status = rejects(bad, fault)
         server.paths["/v1/embeddings"] = embedding
-        named = r"'id 1' \(number 1 .* after \d attempts: .* as dead letters"
+        named = r"'id 1' \(number 1 .* after \d attempts: .* dead letters of such documents"
         with pytest.raises(DocumentFailed, match=named) as caught:
             run_job(tmp_path, server, 90, rollout, config=AT_FAULT)
         assert "Check the server" not in str(caught.value)
@@ -352,7 +352,7 @@ def test_nothing_that_a_rank_runs_can_end_it_in_success(tmp_path, server, place)
     step = runner(tmp_path, server, rollout, shared_context=context)
     executor = LocalPipelineExecutor([reader, step], logging_dir=str(tmp_path / "logs"))
     with pytest.raises(
-        UnexpectedExit, match=r"(called sys\.exit\(0\)|raised KeyboardInterrupt), which would end"
+        UnexpectedExit, match=r"(called sys\.exit\(0\)|raised KeyboardInterrupt), which would lose"
     ):
         executor.run()
     assert executor.get_incomplete_ranks() == [0]

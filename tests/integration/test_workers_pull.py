@@ -201,7 +201,7 @@ def test_run_waits_for_tasks_that_workers_have_and_names_those_that_they_gave_up
     os.kill(first.pid, signal.SIGCONT)
     ended(first, 3)
     assert run.end() == 1
-    assert f"1 of {TASKS} tasks are not complete, because they were given up" in run.log
+    assert f"1 of {TASKS} tasks were given up" in run.log
     assert "task 3: DocumentFailed: bad" in run.log
 
 
@@ -214,7 +214,7 @@ def test_beside_a_plain_run_a_worker_and_a_second_run_are_refused_and_it_goes_on
     sent = server.asked.total()
     server.release()
     assert f"{TASKS} tasks are run by pid {first.pid} on " in of_worker
-    assert "start every machine as a worker" in of_worker
+    assert "start each machine with run --worker" in of_worker
     assert f"Another process works on this run: pid {first.pid} on " in of_run
     ended(first)
     assert len(complete()) == TASKS
@@ -237,7 +237,7 @@ def test_a_run_goes_on_where_no_claims_can_be_written(server, command, monkeypat
     monkeypatch.setattr(local, "open_store", fails)
     write(server)
     command("run", "job.yaml", f"--executor.logging_dir={Path.cwd()}/logs")
-    assert log.said("cannot be seen: no such endpoint. Start no worker beside it.")
+    assert log.said("cannot be listed: no such endpoint. Start none beside it.")
     assert complete() == set(range(TASKS))
     assert given == [get_datafolder("logs").fs.storage_options]
 
@@ -262,7 +262,7 @@ def test_a_task_that_runs_without_a_claim_ends_no_worker_well(server):
         text = ended(worker(), 1)
     finally:
         lock.release()
-    assert "1 task is run by processes, as one run of all tasks" in text
+    assert "1 task is run by processes. Wait" in text
     assert complete() == {*range(TASKS)} - {1}
     ended(worker())
     assert complete() == {*range(TASKS)}

@@ -135,7 +135,7 @@ def _check_documents(expected, written, dead):
 def _check_numbers(expected, output, terminal, requests, exact_tokens):
     line, nothing = (
         _last_line(terminal),
-        f"There are no documents in the input, so there is no output in {output}.",
+        f"The input has no documents, so {output} has no output.",
     )
     if not expected.rows and line.startswith(nothing):
         return

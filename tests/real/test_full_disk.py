@@ -43,10 +43,10 @@ IN_FLIGHT = 8
 UNSAVED = 24  # the server gives no more answers than this that are not saved yet
 PADDING = "x" * 4000
 
-FREE = "Free some space and run the same command again"
-MAKE_WRITABLE = "Give this user the permission (or mount it writable, or choose another folder)"
+FREE = "Free some space and run again"
+MAKE_WRITABLE = "Give this user the permission, or choose another folder"
 # All that SQLite, and ext4 on a sync, let us say.
-CHECK = "Check the disk and run the same command again"
+CHECK = "Check the disk and run again"
 
 
 def command(*words):

@@ -210,7 +210,7 @@ def test_an_object_of_another_size_is_not_committed_whatever_a_listing_says(
         s3_job.run(job)
     assert not (Path(job["checkpoints"]) / "00000/commits.jsonl").exists()
     relay.rule = lambda request: None
-    with pytest.raises(OutputMismatch, match="has other content"):
+    with pytest.raises(OutputMismatch, match="has files that this task has not published"):
         s3_job.run(job)
     assert bucket.files("output")[name] == b"of another run"
     bucket.fs.rm_file(f"{bucket.name}/output/{name}")

@@ -237,7 +237,7 @@ def test_states_that_cannot_be_merged_are_refused(folder):
 
     for states, message in (
         (states_of(Pack(Rows([[1, 2, 3]] * 9), 2)), r"is no ReaderDataset.*load_state_dict"),
-        (states_of(packed(folder), packed(folder, pad=1)), "not of one run: options is"),
+        (states_of(packed(folder), packed(folder, pad=1)), "of different runs: options is"),
     ):
         with pytest.raises(CheckpointMismatch, match=message):
             restore(loader(packed(folder)), [*states])
@@ -250,9 +250,7 @@ def test_states_of_different_steps_are_a_warning(folder, log):
         states = [stopped(lambda place: make(folder, place), (2, 0), steps)[1] for steps in (2, 3)]  # noqa: B023
         merge([states[0][0], states[1][1]])
     said = [
-        line
-        for line in log
-        if "not saved at the same step: rank 0 had 4 samples, rank 1 had 6" in line
+        line for line in log if "of different steps: rank 0 had 4 samples, rank 1 had 6" in line
     ]
     assert len(said) == 2
 

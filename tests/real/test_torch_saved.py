@@ -56,6 +56,7 @@ def test_rows_that_cannot_be_counted_are_refused(saved):
         HuggingFaceDatasetReader("arrow", files),
     ):
         with pytest.raises(
-            ConfigError, match=r"cannot be counted.*data-\*.arrow.*give the dataset itself"
+            ConfigError,
+            match=r"cannot be counted.*data-\*.arrow.*StatefulDataLoader, Pack or Mix itself",
         ):
             ReaderDataset(given)

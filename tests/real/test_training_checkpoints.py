@@ -250,7 +250,7 @@ def test_of_two_trainings_in_one_folder_the_second_stops_and_who_only_restores_d
     unfinished.mkdir()
     assert restored(run) == 1
     assert unfinished.exists()
-    with pytest.raises(CheckpointLocked, match=f"another training.*: pid {os.getpid()}"):
+    with pytest.raises(CheckpointLocked, match=f"another process.*: pid {os.getpid()}"):
         second.save(2, model=LAYER)
     first.close()
     second.save(2, model=LAYER)
@@ -278,8 +278,8 @@ def test_what_a_caller_forgets_is_said(tmp_path, warned):
     with checkpoints(tmp_path) as saved:
         saved._ranks.size = 0  # as of fewer ranks
         assert saved.restore(model=LAYER) == 8
-        assert "also holds optimizer: not restored" in "".join(warned)
-        assert "also holds loader: not restored" in "".join(warned)
+        assert "also holds optimizer, which is not restored" in "".join(warned)
+        assert "also holds loader, which is not restored" in "".join(warned)
 
 
 ADAM = torch.optim.Adam(LAYER.parameters())
@@ -678,7 +678,7 @@ def test_the_last_save_is_there_without_a_with_block(run, remote, parts):
     done = subprocess.run(
         [sys.executable, "-c", code, run, remote], capture_output=True, text=True, check=True
     )
-    assert "not used in a with block" in done.stderr
+    assert "Use TrainingCheckpoints in a with block" in done.stderr
     assert checkpoints(run).restore() == 1
     assert steps_in(remote) == {"1"}
 

@@ -98,7 +98,7 @@ def test_two_iterations_at_once_have_no_state(folder):
     others = iter(other)
     take(others, 2)
     for one in (train, other, train.dataset):
-        with pytest.raises(ConfigError, match=r"two iterations.*dataset of its own"):
+        with pytest.raises(ConfigError, match=r"two iterations.*its own dataset"):
             one.state_dict()
     del others, other
     with pytest.raises(ConfigError, match="two iterations"):
@@ -131,7 +131,7 @@ def test_an_iteration_that_was_left_is_forgotten(folder):
 def test_a_mix_of_one_dataset_with_itself_has_no_state(folder, wrap):
     mix = wrap(dataset(folder))
     next(iter(mix))
-    with pytest.raises(ConfigError, match=r"two iterations.*dataset of its own"):
+    with pytest.raises(ConfigError, match=r"two iterations.*its own dataset"):
         mix.state_dict()
 
 
@@ -152,7 +152,7 @@ def test_states_of_different_steps_are_refused(folder, workers):
     def make(rank, ranks):
         return loader(folder, workers, rank, ranks)
 
-    expected = r"not saved at the same step: rank 0 had 12 samples, rank 1 had \d+"
+    expected = r"of different steps: rank 0 had 12 samples, rank 1 had \d+"
     states = [state for _, state in saved(make, 2, [3, 4])]  # one batch apart
     with pytest.raises(CheckpointMismatch, match=expected):
         merge(states)

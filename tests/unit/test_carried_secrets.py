@@ -131,7 +131,7 @@ def test_a_rollout_that_holds_a_secret_is_refused_before_a_file_is_opened(
     tmp_path, script, make, place
 ):
     step = step_of(tmp_path, make(script))
-    with pytest.raises(ConfigError, match=f"{place}.*environment variable"):
+    with pytest.raises(ConfigError, match=f"{place}.*from the environment"):
         slurm_job(tmp_path, step).run()
     assert not (tmp_path / "logs" / "executor.pik").exists()
     with pytest.raises(ConfigError):

@@ -203,7 +203,7 @@ def test_a_commit_is_read_back_as_it_was_written(tmp_path):
     "second, said",
     [
         (Commit(0, 0, DocumentCounts()), "chunk 0 is committed twice"),
-        (Commit(1, 0, DocumentCounts()), "not in the order in which they were written"),
+        (Commit(1, 0, DocumentCounts()), "not in their order"),
     ],
 )
 def test_whole_lines_that_no_run_writes_are_damage(tmp_path, second, said):
@@ -442,7 +442,7 @@ def test_a_lock_is_held_until_released_and_the_next_process_is_told_by_whom(tmp_
     [
         (None, CheckpointLocked, "Another process works on this task: it has"),
         (errno.EAGAIN, CheckpointLocked, "Another process works on this task: it has"),
-        (errno.ENOLCK, StorageFailed, "cannot be locked: .* Mount its file system with locks"),
+        (errno.ENOLCK, StorageFailed, "cannot be locked: .* Mount it with locks"),
     ],
 )
 def test_locks_that_a_file_system_lacks_are_not_another_process(

@@ -425,7 +425,7 @@ def test_a_lock_of_another_pid_namespace_with_this_pid_and_host_name_is_no_lock_
     tmp_path, monkeypatch
 ):
     lock = Lock(tmp_path / "lock")
-    with pytest.raises(CheckpointLocked, match="This very process"):
+    with pytest.raises(CheckpointLocked, match="Another call of run or run_async in this process"):
         Lock(lock.path)
     monkeypatch.setattr("datatrove_ckpt.checkpoint.lock.pid_namespace_id", lambda: "another")
     with pytest.raises(CheckpointLocked, match=f"pid {os.getpid()} on {socket.gethostname()}"):

@@ -70,7 +70,7 @@ def run(tmp_path, monkeypatch):
     [
         ("done", 0, ""),
         ("disk", 1, "error: [Errno 2] No such file or directory: 'missing/file'\n"),
-        ("interrupt", 130, "interrupted by SIGINT; what is finished is saved. To resume: datatrove-ckpt run job.yaml "
+        ("interrupt", 130, "interrupted by SIGINT. To resume: datatrove-ckpt run job.yaml "
          "--pipeline.1.end=interrupt\n"),
     ],
 )  # fmt: skip
@@ -231,8 +231,8 @@ def test_tasks_of_ray_that_failed_without_a_word_are_1(run, capsys, monkeypatch,
     assert run() == 1
     logs = Path("logs/logs").absolute()
     assert capsys.readouterr().err.endswith(
-        f"error: 2 of 3 tasks are not complete; task 1 is the first. Their logs are in {logs}. Run the same command "
-        "again to resume.\n"
+        f"error: 2 of 3 tasks are not complete; task 1 is the first. Their logs are in {logs}. Run again to "
+        "resume.\n"
     )
 
 
@@ -296,7 +296,7 @@ def test_a_run_of_another_user_is_told_with_what_to_do(what, tmp_path, capsys, m
     assert main([*what, str(tmp_path)]) == 1
     said = capsys.readouterr().err
     assert f"Could not use {tmp_path}/00000/" in said
-    assert "Permission denied. Run this command as the user who made the checkpoints" in said
+    assert "Permission denied. Run this as the user who made the checkpoints" in said
 
 
 def test_what_an_ascii_terminal_cannot_show_is_escaped():

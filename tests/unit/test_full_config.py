@@ -93,8 +93,7 @@ def test_secrets_are_hidden_and_a_file_without_them_is_refused_until_they_are_gi
     Path("full.yaml").write_text(text)
     assert main(["run", "full.yaml"]) == 2
     assert capsys.readouterr().err == (
-        "error: pipeline.0.auth_key: its value was hidden by --dry-run, because it may be a secret. Write it in its "
-        "place, into a file that only you can read.\n"
+        "error: pipeline.0.auth_key: --dry-run hid its value. Write it into a file that only you can read.\n"
     )
     places = re.findall(f"^ *([^ ]+): '{re.escape(MASK)}'$", text, re.MULTILINE)
     assert places == ["auth_key", "token", "password", "X-Team", "api_key"]

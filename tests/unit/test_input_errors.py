@@ -122,7 +122,7 @@ def test_what_only_begins_as_an_array_is_a_damaged_line(tmp_path, content):
         ),
         ('{"text": "caf\xe9"}\n'.encode("latin-1"), "UTF-8"),
         (b'{"text": "t", "n": 99999999999999999999}\n', "which is no int64"),
-        (b'{"text": "t", "media": "print"}\n', "has a 'media' that is no list"),
+        (b'{"text": "t", "media": "print"}\n', "has a 'media' that is not datatrove's"),
         (b'{"text": "t", "media": [{"id": "1", "media_bytes": "x"}]}\n', "is no base64"),
     ],
 )
@@ -277,7 +277,8 @@ def test_a_run_continues_after_a_file_that_was_cut_off_is_replaced(tmp_path, suf
     ]
     path.write_bytes(COMPRESS[suffix](b"".join(lines).replace(b'"7"', b'"8"')))
     with pytest.raises(
-        CheckpointMismatch, match=rf"'a.jsonl.{suffix}' has changed before byte \d+ of its content"
+        CheckpointMismatch,
+        match=rf"'a.jsonl.{suffix}' has changed before byte \d+, the saved position",
     ):
         resumed(reader, read)
 

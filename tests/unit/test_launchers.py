@@ -98,7 +98,7 @@ def test_the_short_form_chooses_it_and_no_second_place(name, kind, command):
     assert read_config("job.yaml", [])["executor"]["class_path"] == name
     assert f"inside `{kind.place}`" in command("run", "job.yaml", "--workers=2", code=2)
     for other in {one.place for one in KINDS.values()} - {kind.place}:
-        assert "are different places" in command("run", "job.yaml", f"--{other}={{}}", code=2)
+        assert "give only one" in command("run", "job.yaml", f"--{other}={{}}", code=2)
 
 
 @pytest.mark.parametrize("kind", OURS, indirect=True)

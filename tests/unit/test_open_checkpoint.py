@@ -54,7 +54,7 @@ def test_a_chunk_that_was_committed_already_is_passed_and_its_last_document_comp
     chunks, _ = tracker(tmp_path, ResumePoint(next_chunk=1, next_ordinal=2, done=done))
     with pytest.raises(
         CheckpointMismatch,
-        match="Document 2 of this task differs from the document that was finished there",
+        match="Document 2 of this task is not the one finished before",
     ):
         chunks.admit("another", no_position)
 
@@ -62,7 +62,7 @@ def test_a_chunk_that_was_committed_already_is_passed_and_its_last_document_comp
 def test_an_input_that_ends_before_the_answers_that_are_kept_has_shrunk(tmp_path):
     chunks, _ = tracker(tmp_path, ResumePoint(last_cached=1))
     assert admit(chunks, 0).cached
-    with pytest.raises(CheckpointMismatch, match="shrunk, or limit of the reader was lowered"):
+    with pytest.raises(CheckpointMismatch, match="the reader's limit has shrunk"):
         chunks.end_of_input()
     assert admit(chunks, 1).cached
     chunks.end_of_input()

@@ -127,7 +127,7 @@ def test_a_listing_that_fails_for_now_is_tried_again(files, tmp_path, policy, mo
         (PermissionError("Access Denied."), "Access Denied. Check the credentials"),
         (
             FileNotFoundError("The bucket does not exist"),
-            "Make the bucket, or the repository and its branch, or correct the output folder",
+            "Make the bucket, repository or branch, or correct the output folder",
         ),
         (NoCredentialsError(), "Unable to locate credentials. Set AWS_ACCESS_KEY_ID"),
     ],
@@ -144,7 +144,7 @@ def test_a_permanent_error_ends_the_upload_at_once_and_says_what_to_do(
     with pytest.raises(OutputFailed, match="breaking://output: a could not be uploaded") as failed:
         folder.upload(local, "a")
     assert advice in str(failed.value)
-    assert "run the same command again" in str(failed.value)
+    assert "Run again" in str(failed.value)
     assert log == []
 
 

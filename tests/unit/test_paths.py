@@ -56,7 +56,7 @@ def odd_names(folder):
         ({"logs": "a/~/logs"}, "only a ~ at the beginning"),
         (
             {"checkpoints": "$UNSET_HERE/checkpoints"},
-            "the environment variable UNSET_HERE is not set here",
+            "the environment variable UNSET_HERE is not set on",
         ),
         ({"checkpoints": "~nobody-of-this-name/b"}, "there is no such home folder"),
     ],
@@ -92,7 +92,7 @@ def test_paths_of_the_server_are_expanded(folder):
     model.parent.mkdir()
     model.write_bytes(b"GGUF")
     assert resolve_model_path("$SCRATCH/model.gguf") == model
-    with pytest.raises(ConfigError, match="UNSET_HERE is not set here"):
+    with pytest.raises(ConfigError, match="UNSET_HERE is not set on"):
         resolve_model_path("$UNSET_HERE/model.gguf")
 
 

@@ -44,7 +44,7 @@ def test_a_beginning_that_all_prompts_share_is_said_with_its_share():
     instruction = "Résumé: 总结 😀 " * 20
     prompts = [f"{instruction}{index:02}{own_text(index, 258)}" for index in range(100)]
     assert said(prompts) == {
-        "prompts": "520 characters on average, of which the first 260 (50.0 %) are the same in all 100: a prefix "
+        "prompts": "520 characters on average; the first 260 (50.0 %) are the same in all 100: a prefix "
         "cache computes them once."
     }
 
@@ -53,8 +53,8 @@ def test_an_instruction_after_the_document_is_said_with_what_its_move_would_save
     instruction = "Now write a summary of this. " * 10
     prompts = [own_text(index, 870) + instruction for index in range(20)]
     assert said(prompts) == {
-        "end of prompts": "the last 290 characters of all 20 prompts are the same. A prefix cache helps at the "
-        "beginning only: before the text that differs, they would save 25.0 % of each prompt."
+        "end of prompts": "the last 290 characters of all 20 prompts are the same. Before the text that "
+        "differs, a prefix cache would save 25.0 % of each prompt."
     }
 
 

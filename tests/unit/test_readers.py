@@ -483,7 +483,7 @@ def test_another_order_of_the_same_files_is_refused(six, tmp_path_factory):
     state = stop(six, paths_file=paths.as_posix())
     names[1], names[2] = names[2], names[1]
     paths.write_text("\n".join(names))
-    with pytest.raises(CheckpointMismatch, match="the files before it now are not the same"):
+    with pytest.raises(CheckpointMismatch, match="are not the same now"):
         resume(six, state, paths_file=paths.as_posix())
     (six / "f2.jsonl").unlink()
     with pytest.raises(CheckpointMismatch, match=r"'f2.jsonl' is missing"):
@@ -568,7 +568,7 @@ def test_a_last_line_that_grew_is_refused(tmp_path):
     with path.open("ab") as file:
         file.write(b' {"text": "c"}\n')
     with pytest.raises(
-        CheckpointMismatch, match=r"The line of the input file 'a.jsonl' that starts at byte 14"
+        CheckpointMismatch, match=r"The line of the input file 'a.jsonl' at byte 14"
     ):
         resume(tmp_path, state)
 
@@ -658,5 +658,5 @@ def test_a_reading_finds_no_reader_that_seeks_or_too_few(tmp_path):
     assert not reading.resumed
     with Reading(state_of(last)) as reading:
         assert list(JsonlReader(f"{tmp_path}/a").run()) == []
-    with pytest.raises(CheckpointMismatch, match="reader 2 of the pipeline"):
+    with pytest.raises(CheckpointMismatch, match=r"reader 2 .*of the pipeline's readers"):
         _ = reading.resumed

@@ -207,7 +207,7 @@ def test_a_rollout_that_returns_another_value_than_it_puts_into_the_column_fails
         document.metadata["summary"] = "mine"
         return "other"
 
-    with pytest.raises(DocumentError, match=r"has set metadata\['summary'\], where the value"):
+    with pytest.raises(DocumentError, match=r"has set metadata\['summary'\], where its result"):
         run_job(tmp_path, server, 1, rollout, answer="summary")
 
 

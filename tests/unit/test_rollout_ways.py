@@ -105,7 +105,7 @@ def test_a_column_gets_the_vector_and_the_result_says_where_it_is():
     assert given.metadata["vector"].tolist() == [3, 4, 12]
     with pytest.raises(
         ConfigError,
-        match=r"^column: document 'd1' has metadata 'vector' already, which would be lost",
+        match=r"^column: document 'd1' has metadata 'vector' already. Give another name",
     ):
         result(EmbedRollout(column="vector"), Model(), given)
 

@@ -127,7 +127,7 @@ def test_a_copy_is_brought_up_to_date(tmp_path):
 
 
 def test_a_url_that_cannot_work_is_refused():
-    refused("memory://nothing contains no mirror of a checkpoint", "memory://nothing")
+    refused("memory://nothing contains no mirror", "memory://nothing")
     refused("WHAT: 'sthree://x' cannot be used", "sthree://x")
 
 
@@ -153,7 +153,7 @@ def test_the_mirror_is_read_where_the_folders_variable_is_not_set(tmp_path):
     mirror(f"{tmp_path}/remote/00000")
     with open_location("job.yaml", config("$NO_SUCH_VARIABLE/c", f"{tmp_path}/remote")) as place:
         assert place.is_copy
-    refused("NO_SUCH_VARIABLE is not set here", "job.yaml", config("$NO_SUCH_VARIABLE/c"))
+    refused("NO_SUCH_VARIABLE is not set on", "job.yaml", config("$NO_SUCH_VARIABLE/c"))
 
 
 def test_without_the_network_the_folder_is_read(tmp_path, monkeypatch):

@@ -82,7 +82,7 @@ def test_a_rank_that_was_killed_in_its_first_minute_has_worked_until_its_files_c
     assert (state.ranks[0].state, state.totals.average.documents) == ("lost", 1.0)
 
 
-KILLED = "its last attempt was killed, its node was lost, or its disk was full; its last line is 4 min old: pid 42 on node7, Slurm job 17_3"
+KILLED = "its last attempt was killed, or its node lost, or its disk full; its last line is 4 min old: pid 42 on node7, Slurm job 17_3"
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ KILLED = "its last attempt was killed, its node was lost, or its disk was full; 
         (
             [stopped(T + 5 * MIN)],
             "interrupted",
-            "stopped by SIGTERM 4 min ago; what it did is saved",
+            "stopped by SIGTERM 4 min ago",
         ),
         ([], "lost", KILLED),
     ],
@@ -190,7 +190,7 @@ def test_the_closing_line_says_at_least_where_an_end_made_it_uncertain(uncertain
     job = JobTotals(ranks=1, parts=1, numbers=numbers)
     assert _attempts(job) == (
         f" In 2 attempts of 1 task, {said}5 requests were sent, {said}1 of them again, and {said}9 "
-        "completion tokens paid that no finished chunk has."
+        "completion tokens paid outside finished chunks."
     )
 
 

@@ -183,7 +183,7 @@ def test_in_an_element_of_an_array_nothing_is_submitted_and_the_work_is_done(
 @pytest.mark.matrix(
     "number, there",
     [
-        ("8", "Already submitted: job 7, without the job that checks"),
+        ("8", "Already submitted: job 7, without its check"),
         ("7", "Nothing was submitted."),
     ],
 )
@@ -217,7 +217,7 @@ def test_the_job_id_is_found_among_the_words_of_a_site(login_node, capsys, monke
     assert "--dependency=afterany:7\n" in Path("submitted/8").read_text()
     said = capsys.readouterr().out
     assert "Submitted job 7: " in said
-    assert " Job 8 checks the run after it" in said
+    assert " Job 8 checks the run:" in said
 
 
 def test_an_sbatch_that_prints_no_job_id_is_an_error_with_what_it_printed(
@@ -225,6 +225,9 @@ def test_an_sbatch_that_prints_no_job_id_is_an_error_with_what_it_printed(
 ):
     monkeypatch.setenv("PRINTED", "")
     assert run() == 1
-    assert "error: sbatch printed no job id, but ''. Cancel what squeue" in capsys.readouterr().err
+    assert (
+        "error: sbatch printed no job id, but ''. Cancel this run's jobs (squeue"
+        in capsys.readouterr().err
+    )
     monkeypatch.setenv("PRINTED", "Job {number} is ready")
     assert run("--executor.job_id_position=1") == 0

@@ -309,15 +309,15 @@ def write_new(folder, *names):
     [
         (
             lambda folder: (folder / "3.parquet").unlink(),
-            r"4 files of \d+ bytes, and there are 3 of",
+            r"4 files of \d+ bytes to 3 of",
         ),
         (
             lambda folder: write_new(folder, "4.parquet"),
-            r"4 files of \d+ bytes, and there are 5 of",
+            r"4 files of \d+ bytes to 5 of",
         ),
         (
             lambda folder: write_new(folder, "2.parquet"),
-            r"4 files of \d+ bytes, and there are 4 of",
+            r"4 files of \d+ bytes to 4 of",
         ),
         (lambda folder: (folder / "2.parquet").rename(folder / "2b.parquet"), "4 files"),
         (write_other_row_groups, "4 files|other row groups"),
@@ -481,7 +481,7 @@ def test_a_folder_is_read_by_the_kind_of_its_files(tmp_path):
     assert len(ReaderDataset.from_folder(str(tmp_path / "arrow"))) == SIZES[0]
     assert len(ReaderDataset.from_folder(str(tmp_path), "parquet/[01].parquet")) == sum(SIZES[:2])
     for place, message in (
-        (tmp_path, r"has \.arrow and \.jsonl and \.parquet files to read"),
+        (tmp_path, r"has \.arrow and \.jsonl and \.parquet files, and"),
         (tmp_path / "no", "is no folder with files"),
         (tmp_path / "parquet/0.parquet", "is no folder with files.*glob_pattern"),
     ):

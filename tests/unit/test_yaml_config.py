@@ -186,8 +186,8 @@ def test_a_number_of_numpy_and_a_path_are_what_they_stand_for():
         ("executor: !!python/name:os.system", None),
         (
             "",
-            'job.yaml: must have the key "executor" at the top, with class_path and init_args; or those of the short '
-            "form: run_folder, input, prompt and model.",
+            'job.yaml: needs at the top "executor", with class_path and init_args; or run_folder, '
+            "input, prompt and model.",
         ),
     ],
 )

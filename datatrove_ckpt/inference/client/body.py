@@ -118,8 +118,7 @@ class LargeAnswer:
             reason = f"the body is longer than {MAX_ANSWER_BYTES} bytes"
         elif sum(self._sizes.values()) > media_bytes() // 2 and next(iter(self._sizes)) != id(self):
             reason = (
-                f"{len(self._sizes)} large answers arrive at one time: more bytes than an "
-                "eighth of the memory"
+                f"{len(self._sizes)} large answers at one time need over an eighth of the memory"
             )
         if reason:
             del self._sizes[id(self)]

@@ -355,9 +355,9 @@ class Outage:
             if not had_hung:
                 self._log(
                     "WARNING",
-                    f"{name} has not answered for {self.hangs:.0f} s, and its requests took "
-                    f"{self._longest:.0f} s at most. They wait for {timeout:g} s each "
-                    "(request_timeout). If it hangs, stop the run, and run the same command again.",
+                    f"{name} has not answered for {self.hangs:.0f} s; its slowest answer took "
+                    f"{self._longest:.0f} s. Requests wait {timeout:g} s each (request_timeout). "
+                    "If it hangs, stop the run, and run again.",
                 )
 
     def begin(self, unreachable: bool, since: float) -> None:
@@ -376,8 +376,7 @@ class Outage:
             raise ServerUnavailable(
                 f"No request was answered for {waited:.0f} s "
                 f"(server_patience_seconds={self.patience:g}). The last failure: {failure}.",
-                " Check the server and the network, and run the same command again: finished work "
-                "is saved.",
+                " Check the server and the network, and run again.",
             )
         self.show(str(failure))
 
@@ -490,8 +489,8 @@ class RequestClock:
         )
         if counted >= max_attempts:
             error = RequestFailed(
-                f"Given up after {self._attempts} attempts: the server fails at this request, and "
-                f"answers others (request_max_attempts={max_attempts}). Last cause: {failure}"
+                f"Given up after {self._attempts} attempts: the server answers other requests "
+                f"(request_max_attempts={max_attempts}). Last cause: {failure}"
             )
             error.is_documents = True
             raise error
@@ -943,8 +942,7 @@ class CompletionClient:
                 f"fault: {error.message.rstrip('.')}."
             )
             answered.refusal.advice = (
-                " Check the key, the model and the request's settings, and run the same command "
-                "again."
+                " Check the key, the model and the request's settings, and run again."
             )
             answered.refusal.status = error.status
             answered.refusal.body = error.body

@@ -598,10 +598,9 @@ class Transport:
         lasts = now - self._unread_since
         if self.unread >= 3 and lasts >= seconds:
             self._refusal = (
-                f"{self.url} has sent {self.unread} answers in a row, for {lasts:.0f} s, in a form "
-                "that cannot be used. If a login page or a proxy answers there, correct the "
-                "endpoint's URL or the proxy, and run the same command again. The last cause: "
-                f"{cause}"
+                f"{self.url} has sent {self.unread} unusable answers in a row, for {lasts:.0f} "
+                "s. If a login page or a proxy answers there, correct the endpoint's URL or the "
+                f"proxy, and run again. Last cause: {cause}"
             )
         self.check()
 
@@ -609,14 +608,14 @@ class Transport:
         if not self.unasked:
             logger.warning(
                 f"{self.url} has sent {description}. The last answer on that connection is "
-                "requested again, and each request to this server gets a connection of its own."
+                "requested again, and each further request gets its own connection."
             )
         self.unasked += 1
         if self.unasked >= 3:
             self._refusal = (
-                f"{self.url} has sent an answer without a request {self.unasked} times: it, or a "
-                "gateway, sends answers late, which may be taken for answers to other requests. "
-                "Use a URL past the gateway, or raise its timeout, and run the same command again."
+                f"{self.url} has sent an answer without a request {self.unasked} times. Late "
+                "answers may be taken for answers to other requests. Use a URL past the gateway, "
+                "or raise its timeout, and run again."
             )
 
     def _refuse_late(self, connection: _Connection, request: AnyBody, answer: bytes) -> None:

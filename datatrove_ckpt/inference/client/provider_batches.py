@@ -265,8 +265,8 @@ class BatchProvider:
                 status=status,
             )
         refused = ServerRefused(
-            f"{url} answered HTTP {status}: {text or '(empty)'} Check that this provider has "
-            "batches, and that the key may use them; or set provider_batches to false."
+            f"{url} answered HTTP {status}: {text or '(empty)'} Check that this key may use "
+            "batches here, or set provider_batches to false."
         )
         refused.status = status
         raise refused

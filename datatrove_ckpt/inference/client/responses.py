@@ -326,10 +326,10 @@ def _completion(raw: bytes, read: _Read) -> Completion:
         if not all(
             isinstance(choice, dict) and type(choice.get("index")) is int for choice in choices
         ):
-            raise UnexpectedResponse("one of the answer's choices is none, or has no index")
+            raise UnexpectedResponse("a choice of the answer is null, or has no index")
         in_order = sorted(choices, key=itemgetter("index"))
         if [choice["index"] for choice in in_order] != [*range(len(choices))]:
-            raise RetryableError("the indices of the answer's choices are not 0, 1, 2 and so on")
+            raise RetryableError("the answer's choices are not numbered 0, 1, 2, ...")
         all_read = [_choice(choice, usage, read) for choice in in_order]
         completion = all_read[0]
         completion.choices = list(map(_as_choice, all_read))
@@ -378,10 +378,10 @@ def _choice(choice: JsonObject, usage: JsonObject, read: _Read) -> Completion:
     calls = []
     if tool_calls:
         if not (isinstance(tool_calls, list) and all(map(_is_call, tool_calls))):
-            raise RetryableError("the answer's tool_calls are not a list of calls with names")
+            raise RetryableError("the answer's tool_calls are no list of named calls")
         calls = tool_calls
     if reason == "tool_calls" and not calls and not text:
-        raise RetryableError("the answer's finish_reason is 'tool_calls', and it has no tool_calls")
+        raise RetryableError("the answer has the finish_reason 'tool_calls' and no tool_calls")
     completion = Completion(text, reason, usage, reasoning, calls)
     logprobs = choice.get("logprobs")
     if type(logprobs) is dict:
@@ -524,9 +524,7 @@ def read_json(raw: bytes) -> object:
         answer = parse_json(raw)
     except UnicodeDecodeError:
         # Replacement characters would corrupt a text that looks complete.
-        raise UnexpectedResponse(
-            "the answer holds bytes that are not UTF-8, as JSON must be"
-        ) from None
+        raise UnexpectedResponse("the answer is not UTF-8") from None
     except (ValueError, RecursionError) as error:
         kind: type[RetryableError] = UnexpectedResponse
         is_lines = str(error).startswith("Extra data")

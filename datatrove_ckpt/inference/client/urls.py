@@ -36,9 +36,8 @@ class HiddenUrl:
         self._url = url if isinstance(url, URL) else _parsed(url)
         if not self._url.host:
             raise ConfigError(
-                f"{name} is not a URL. Write http://HOST:PORT or "
-                "https://HOST. In a user, a password or a query, write %2F for /, %40 for @, and "
-                "%23 for #.",
+                f"{name} is not a URL. Write http://HOST:PORT or https://HOST. In a user, "
+                "password or query, write %2F for /, %40 for @, %23 for #.",
                 setting="endpoint_url",
             )
 

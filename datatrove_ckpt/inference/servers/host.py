@@ -221,9 +221,10 @@ async def count_ranks(url: HiddenUrl, api_key: Secret | None, probe: HealthProbe
         with suppress(ExchangeFailed):
             version = await _get_text(target, "/version", _METRICS_TIMEOUT)
         logger.warning(
-            f"{url} does not show how full its KV cache is (its /version: "
-            f"{as_line(cut(version, 80)) or 'none'}), so max_concurrent_generations: auto may send "
-            "more than it holds. Update vLLM, set a number, or list the URLs of a router's servers."
+            f"{url} does not show its KV cache (/version: "
+            f"{as_line(cut(version, 80)) or 'none'}), so max_concurrent_generations: auto may "
+            "send more than it holds. Update vLLM, set a number, or list the URLs of a router's "
+            "servers."
         )
     ranks = {*_VLLM_RANK.findall(page)}
     # One node of several may have other ranks alone, which its header does not take.
@@ -320,7 +321,7 @@ async def adapt_admission(
             falls += before is not None and tokens < before
             # A restart also lets the counter fall, once.
             if falls == 2:
-                reason = "shows the metrics of several servers in turn, as a load balancer does"
+                reason = "shows several servers' metrics in turn, as load balancers do"
                 break
             known = queries, hits
             queries = sum(metrics.prefix_queries for metrics in all_metrics)
@@ -349,8 +350,8 @@ async def adapt_admission(
         rank.foreign_requests = 0.0
     router.admit(resized=True)
     logger.warning(
-        f"{name} {reason}, so max_concurrent_generations: auto starts with {FIRST_LIMIT} requests "
-        f"at once and goes up to {REQUESTS_WITHOUT_METRICS}. Let the server show its own "
+        f"{name} {reason}, so max_concurrent_generations: auto starts with {FIRST_LIMIT} "
+        f"requests and goes up to {REQUESTS_WITHOUT_METRICS}. Let the server show its own "
         "metrics, or set a number."
     )
     await wait_until_cancelled()
@@ -467,7 +468,7 @@ async def ready_endpoints(
             each = "".join(f"  {cause}\n" for cause in causes)
             raise ServerStartFailed(
                 f"No endpoint was ready within {outage.patience:g} s:\n{each}Check its URL, that "
-                f"it runs, and that this machine can reach it; after a 429, start later.{advice}"
+                f"it runs, and the network; after a 429, start later.{advice}"
             )
         outage.show(causes[0])
         await asyncio.sleep(delay)

@@ -128,7 +128,7 @@ def end_leftovers() -> None:
             if killed := _kill_all(record.owns, record.name):
                 logger.warning(
                     f"Ended what a killed run had left on this node: {', '.join(killed)} of the "
-                    f"server of {record.name}, whose runner was process {record.runner[0]}."
+                    f"server of {record.name} (runner: process {record.runner[0]})."
                 )
             remove_record(record.guardian[0])
 

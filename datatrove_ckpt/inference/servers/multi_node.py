@@ -148,6 +148,6 @@ async def _connect(
     except TimeoutError:
         logger.warning(
             f"The head node did not listen at {head} on port {port} (master_port + 1) within "
-            f"{window:g} s, so this node stops."
+            f"{window:g} s. This node stops."
         )
         return None

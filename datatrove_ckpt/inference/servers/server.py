@@ -141,8 +141,7 @@ async def _lock_gpus(visible: list[str], needed: int) -> list[tuple[str, int]]:
         if time.monotonic() - began > _LEASE_TIMEOUT:
             raise ConfigError(
                 f"workers: this task needs {needed} of the GPUs {','.join(visible)}, and other "
-                f"tasks on this node hold too many of them (locks in {folder}). Run fewer workers "
-                "at once."
+                f"tasks on this node hold too many (locks in {folder}). Run fewer workers."
             )
         await asyncio.sleep(0.2)
 
@@ -192,8 +191,8 @@ _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _COMMON = (
     (
         KnownFailure(
-            "The server does not know a flag or its value. Check model_kwargs against its --help; "
-            "{flag: null} leaves a flag of ours out.",
+            "The server rejects a flag or its value. Check model_kwargs against its --help; "
+            "{flag: null} leaves one of ours out.",
             True,
         ),
         r"unrecognized arguments|invalid choice:|ambiguous option|expected (?:one|at least one) "
@@ -209,7 +208,7 @@ _COMMON = (
     ),
     (
         KnownFailure(
-            "There is no such model. Check its name: a name on the hub, or a folder on this node.",
+            "There is no such model. Give a name on the hub, or a folder on this node.",
             True,
         ),
         r"repository ?not ?found|not a valid model identifier|incorrect "
@@ -629,8 +628,8 @@ def free_port() -> int:
         _last_ports.append(port)
         return port
     raise ServerStartFailed(
-        f"Found no free port on {HOST}: {_PORT_TRIES} tries from {_PORTS[0]} to {_PORTS[-1]} met "
-        "only ports in use. Stop other programs on this node."
+        f"Found no free port on {HOST}: {_PORT_TRIES} tries from {_PORTS[0]} to {_PORTS[-1]} are "
+        "in use. Stop other programs."
     )
 
 

@@ -141,8 +141,8 @@ def _quality(done: DocumentCounts, spreads: Iterable[RequestHistograms]) -> Iter
     lengths = done.lengths.percentiles
     caption = (
         f"{figure(done.answers)} answers, with {figure(lengths['p50'])} completion tokens in the "
-        f"median and {figure(lengths['p95'])} at the 95th percentile, rounded down by a sixth "
-        "at most. Bad answers are at least so many."
+        f"median and {figure(lengths['p95'])} at the 95th percentile, at most a sixth too low. "
+        "Bad answers are at least so many."
     )
     yield table("Answers", ("", "answers#", "share#"), rows, caption)
     examples: dict[str, list[list[str]]] = {}
@@ -154,7 +154,7 @@ def _quality(done: DocumentCounts, spreads: Iterable[RequestHistograms]) -> Iter
         for kind in done.bad
         for document, text in examples.get(kind, [])[:_EXAMPLES]
     ]
-    caption = f"The first answers that were found bad, at most {_EXAMPLES} of a kind."
+    caption = f"First bad answers, at most {_EXAMPLES} of a kind."
     yield table("Bad answers", ("what", "document", "answer"), rows, caption)
 
 
@@ -170,10 +170,7 @@ def _attempts(ranks: Iterable[RankStatus]) -> Markup:
         if attempt.why != "done" and not (rank.state == "running" and attempt is rank.attempt)
     ]
     newest = sorted(ended, key=lambda pair: pair[1].last_seen)[-_MAX_ATTEMPTS:]
-    caption = (
-        "Killed: kill -9, out of memory, or a node that is gone. In flight: requests that were "
-        "sent again."
-    )
+    caption = "Killed: kill -9, out of memory, or a lost node. In flight: requests sent again."
     if len(newest) < len(ended):
         caption += f" These are the last {len(newest)} of {len(ended)}."
     columns = ("task", "started", "last heartbeat", "how it ended", "where", "in flight#")
@@ -205,8 +202,7 @@ def _spreads(spreads: Sequence[RequestHistograms], requests: int) -> Markup:
             counted = max(counted, buckets.total())
             rows.append([kind, *(figure(buckets.at_most(share)) for share in _SHARES)])
     caption = (
-        f"{figure(counted)} of {figure(requests)} requests; numbers are rounded up, by a fifth "
-        "at most."
+        f"{figure(counted)} of {figure(requests)} requests; numbers are at most a fifth too high."
     )
     columns = ("", *(f"{100 * share:.3g} % at most#" for share in _SHARES[:-1]), "all at most#")
     return table("Requests", columns, rows, caption)

@@ -9,6 +9,7 @@ misread it? If so, raise FORMAT in ``checkpoint/identity.py``, and read the old 
 import datetime
 import decimal
 import json
+import random
 
 import numpy as np
 import orjson
@@ -26,7 +27,7 @@ from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer
 from tests.disk_shapes import shapes_of, shapes_of_all_writes
 from tests.golden import DATA, IS_WRITTEN
-from tests.jobs import documents, runner
+from tests.jobs import chat, documents, runner
 from tests.kept import content_of
 from tests.make_release import BAD, RELEASES, STOP, is_about, run, write_input
 from tests.provider import FakeProvider
@@ -62,9 +63,14 @@ def with_the_job_of_a_release(folder):
         run(folder, server.url, 1, **mirror)
 
 
+async def draws(document, generate):
+    random.random()
+    return await generate(chat(document.text))
+
+
 def with_batches(folder):
     with FakeProvider() as provider:
-        runner(folder, provider, config={"provider_batches": True}).run(documents(3))
+        runner(folder, provider, draws, config={"provider_batches": True}).run(documents(3))
 
 
 def with_workers(folder, logs):

@@ -129,7 +129,8 @@ def test_workers_join_and_are_killed_and_run_ends_when_all_is_done(server, comma
     until(lambda: len(complete()) >= 2)
     third = worker()
     # A run that sees no worker would take all tasks, and refuse a worker that comes later.
-    until(lambda: is_known(third) or third.poll() is not None)
+    for other in (second, third):
+        until(lambda other=other: is_known(other) or other.poll() is not None)
     os.kill(first.pid, signal.SIGKILL)
     run = worker("--fail-on-dead-letters")
     server.release()

@@ -314,22 +314,25 @@ def redo_steps(steps: Sequence[Step], names: Sequence[str]) -> None:
             raise ConfigError(f"--redo: {name} is no step{did_you_mean(name, known)}")
     root = steps[0].folder.parent
     record = root / _REDO
-    earlier = dict[str, str]()
+    named = list[str]()
     if record.exists():
         try:
-            earlier = dict(orjson.loads(record.read_bytes()))
-        except (TypeError, ValueError):
+            earlier = orjson.loads(record.read_bytes())
+            named = [*earlier["named"]]
+            moves = dict[str, str](earlier["moves"])
+        except (KeyError, TypeError, ValueError):
             raise StorageFailed(
                 f"{record} is damaged: it names the steps of a redo that is under way. Remove it, "
                 "and run again; steps that have not begun anew need --redo again."
             ) from None
-        _move(record, earlier)
-    if {*names} <= earlier.keys():
+        _move(record, named, moves)
+    anew = [name for name in names if name not in named]
+    if not anew:
         return
     moves = dict[str, str]()
     with ExitStack() as stack:
         for step in steps:
-            if step.name not in names and not any(other.name in moves for other in step.sources):
+            if step.name not in anew and not any(other.name in moves for other in step.sources):
                 continue
             if step.settings.get("checkpoints_remote_dir"):
                 raise ConfigError(
@@ -343,12 +346,11 @@ def redo_steps(steps: Sequence[Step], names: Sequence[str]) -> None:
             moves[step.name] = ""
             if step.folder.exists():
                 moves[step.name] = files.free_name(step.folder, ".").name
-        moves = earlier | moves
-        files.disk.replace(record, orjson.dumps(moves))
-        _move(record, moves)
+        _move(record, [*named, *anew], moves)
 
 
-def _move(record: Path, moves: Mapping[str, str]) -> None:
+def _move(record: Path, named: Sequence[str], moves: Mapping[str, str]) -> None:
+    files.disk.replace(record, orjson.dumps({"named": named, "moves": moves}))
     root = record.parent
     for name, target in moves.items():
         folder = root / name
@@ -356,7 +358,7 @@ def _move(record: Path, moves: Mapping[str, str]) -> None:
             files.disk.rename(folder, root / target)
             files.disk.sync_dir(root)
     # From here on, what was moved may be removed.
-    files.disk.replace(record, orjson.dumps(dict.fromkeys(moves, "")))
+    files.disk.replace(record, orjson.dumps({"named": named, "moves": {}}))
 
 
 def runs(

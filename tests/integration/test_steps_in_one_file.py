@@ -403,7 +403,21 @@ def test_a_redo_that_cannot_continue_is_given_anew(finished, command):
     assert len(table("answers")) == len(table("judged")) == 13
 
 
-@pytest.mark.parametrize("record", ["", "3", '["answers"]'])
+def test_a_step_that_is_named_while_another_redo_is_under_way_is_redone_at_once(finished, command):
+    """Alone: what began anew before it goes on."""
+    finished._status = rejects(["Judge: answer to Answer: text 90"], 401)
+    rows = [*ROWS, {"id": "id 90", "text": "text 90", "topic": "topic 1"}]
+    write_rows("docs.jsonl", rows)
+    command("run", "job.yaml", "--redo", "answers", code=1)
+    finished._status = lambda *call: None
+    write(finished, changed("judged", prompt="Rate: {answer}"))
+    command("run", "job.yaml", "--redo", "answers", "--redo", "judged")
+    assert Path("qa/judged.2").exists()
+    assert not Path("qa/answers.2").exists()
+    assert finished.asked["Rate: answer to Answer: text 90"] == 1
+
+
+@pytest.mark.parametrize("record", ["", "3", '["answers"]', "{}", '{"named": [], "moves": 3}'])
 def test_a_damaged_record_of_a_redo_is_one_message(finished, command, record):
     Path("qa/redo.json").write_text(record)
     for redo in ([], ["--redo", "answers"]):

@@ -382,6 +382,17 @@ def test_a_rollout_that_draws_no_random_number_keeps_no_state_of_them(tmp_path, 
     assert content(path)["draws"] == []
 
 
+def test_an_edit_that_begins_to_draw_is_the_same_at_each_start(tmp_path, server):
+    run_job(tmp_path, server, 3, says_word)
+    state = random.getstate()
+    step = runner(tmp_path, server, draws)
+    verdicts = [replay.replay_all(step, tmp_path / "checkpoints") for _ in range(2)]
+    words = [[each.new_words for each in verdict.real] for verdict in verdicts]
+    assert words[0] == words[1]
+    assert len(words[0]) == 3
+    assert random.getstate() == state
+
+
 def test_a_run_is_recorded_after_a_run_whose_documents_wait(tmp_path, server):
     WAITING.clear()
     run_job(tmp_path / "waits", server, 2, waits_for_another)
@@ -418,6 +429,15 @@ def test_what_depends_on_its_process_is_not_refused(tmp_path, server, monkeypatc
     start(tmp_path, server, says_word, monkeypatch)
     monkeypatch.setenv("WORD", "NEW")
     monkeypatch.setattr(replay, "repeats_itself", lambda step, root: False)
+    go_on(tmp_path, server, says_word)
+    assert void(tmp_path).startswith("it sends other requests in each process")
+
+
+def test_an_order_that_no_new_process_can_judge_is_not_refused(tmp_path, server, monkeypatch):
+    monkeypatch.setattr(replay, "_FRESH_SECONDS", 0.0)
+    monkeypatch.setenv("WORD", "red green")
+    start(tmp_path, server, says_word, monkeypatch)
+    monkeypatch.setenv("WORD", "green red")
     go_on(tmp_path, server, says_word)
     assert void(tmp_path).startswith("it sends other requests in each process")
 

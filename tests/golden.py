@@ -32,6 +32,7 @@ def sections(file):
         for part in path.read_text().split("=== ")[1:]:
             title, _, text = part.partition("\n")
             found[title] = text.rstrip("\n")
+    assert found or IS_WRITTEN, f"{path} has no section, so a test of its rows would test nothing"
     return found
 
 

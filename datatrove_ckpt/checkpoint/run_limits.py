@@ -112,7 +112,7 @@ class Limits:
         if seconds:
             end += (
                 f" Processes read each other's costs every {seconds:.2g} s, and may exceed the "
-                "limit by that."
+                "limit by what they spend meanwhile."
             )
         cost = totals.cost / 1e9 + self.cost_before
         tokens = totals.tokens + self.tokens_before

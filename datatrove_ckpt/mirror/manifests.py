@@ -96,7 +96,8 @@ class ManifestSigner:
             if signed is not None:
                 raise ConfigError(
                     f"{MIRROR_KEY_VARIABLE} is not set, but {url} is signed with a key. Export "
-                    "it where the tasks run; or, to run without, remove the mirror."
+                    "it where the tasks run; or, to run without, remove the mirror where the local "
+                    "folder is whole."
                 )
         elif signed is None:
             raise CheckpointCorrupt(

@@ -426,7 +426,7 @@ def _check_server(runner: RunnerPlan, config: InferenceConfig) -> Iterator[Findi
             is_ready = False
             yield Finding("problem", "ready", str(error), error=ConfigError(error))
         else:
-            yield Finding("ok", "ready", "its packages and its key are there.")
+            yield Finding("ok", "ready", "its packages, and its key if it has one, are there.")
     if not runner.plan.for_doctor or (as_jobs and not is_endpoint):
         return
     yield Finding("note", "requests", f"{config.places} (max_concurrent_generations).")

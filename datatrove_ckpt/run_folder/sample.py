@@ -167,8 +167,8 @@ def estimate_lines(sample: SentSample, step: RunnerSettings) -> Iterator[str]:
         yield "The size of the input is not known."
     elif population.number.low < population.number.high:
         yield (
-            "The input was read for 10 s, each task from its start. The sample and the estimates "
-            "are of what was read."
+            "The input was read for 10 s, each task from its start. The sample is of what was "
+            "read; the estimates take the rest to be like it."
         )
     yield f"Median and 95th percentile of a document, and estimate for {documents} documents:"
     kinds: dict[str, Callable[[RecordedRequest], float]] = {

@@ -916,7 +916,8 @@ class OutputFolder:
             f"{self.location} holds {plural(len(names), 'file')} of output_filename "
             f"{self._template!r} that no commit of task {rank} names: {first_names(names, 20)}. "
             f"{STRAY_ADVICE} ({verify} lists all), choose another output folder, or bring the "
-            f"checkpoint back; and run again.{mirror}"
+            f"checkpoint back; and run again.{mirror} To continue a run of datatrove's own, choose "
+            "other folders, and set finished_from to the old ones."
         )
 
     def _own(

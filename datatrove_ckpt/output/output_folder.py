@@ -632,7 +632,8 @@ def other_content(location: str, names: Sequence[str]) -> OutputMismatch:
 
 
 STRAY_ADVICE = (
-    "Documents may be in the output twice. Move such files out of the folder, or delete them"
+    "Documents may be in the output twice. Move such files out of the folder, or delete them if "
+    "nothing else needs them"
 )
 """Advice for files of a template that no commit names."""
 

@@ -285,12 +285,15 @@ def _settings(settings: Node, label: str, folder: Path) -> Node:
 
 def _read_input(settings: Node, label: str, above: Mapping[str, Step]) -> Query | None:
     given = settings.get("input")
+    key = settings.get("metadata_key", "rollout_results")
     if isinstance(given, dict):
-        return short_form.read_query(given, label)
+        query = short_form.read_query(given, label)
+        # The step's own results take this name.
+        return replace(query, left_out=key) if settings.get("rollout_results", True) else query
     name = str(given or "")
     if name in above or (re.fullmatch(r"\w+", name) and not Path(name).exists()):
-        key = settings.get("metadata_key", "rollout_results").replace("'", "''")
-        sql = f"select columns(lambda name: name <> '{key}') from \"{name}\""
+        quoted = key.replace("'", "''")
+        sql = f"select columns(lambda name: name <> '{quoted}') from \"{name}\""
         return Query(label, sql, (name,))
     return None
 

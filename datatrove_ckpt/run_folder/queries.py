@@ -61,12 +61,14 @@ class Query:
     Attributes:
         tables: the names that it reads, without those that it defines.
         reads_files: whether it reads files, which may change.
+        left_out: a column that its rows do not have, even if it selects it.
     """
 
     label: str
     sql: str
     tables: Sequence[str] = ()
     reads_files: bool = False
+    left_out: str = ""
 
 
 @dataclass(frozen=True)
@@ -269,6 +271,11 @@ def _write(query: Query, tables: Tables, folder: Path) -> tuple[str, int]:
     return digest.hexdigest(), rows
 
 
+def _without(column: str) -> str:
+    quoted = column.replace("'", "''")
+    return f"columns(lambda name: name <> '{quoted}')"
+
+
 @contextmanager
 def _rows(query: Query, tables: Tables, spill: str = "") -> "Iterator[duckdb.DuckDBPyRelation]":
     label = query.label
@@ -299,10 +306,13 @@ def _rows(query: Query, tables: Tables, spill: str = "") -> "Iterator[duckdb.Duc
                 if isinstance(table, list):
                     paths = [re.sub(r"[\[*?]", r"[\g<0>]", path) for path in table]
                     rows = connection.read_parquet(paths, union_by_name=True)
-                    rows.select("columns(lambda name: name <> 'file_path')").create_view(name)
+                    rows.select(_without("file_path")).create_view(name)
                 else:
                     connection.register(name, table)
-            yield connection.sql(query.sql)
+            found = connection.sql(query.sql)
+            if query.left_out in found.columns:
+                found = found.select(_without(query.left_out))
+            yield found
     except duckdb.OutOfMemoryException as error:
         raise StorageFailed(
             f"{label}: the query needs more than {byte_size(limit)}, half of the free memory. "

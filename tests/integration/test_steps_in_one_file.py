@@ -680,6 +680,22 @@ def test_columns_of_equal_names_get_names_of_their_own(finished, command):
     assert {"text", "text_1"} <= {*table("more")[0]}
 
 
+@pytest.mark.parametrize("key", ["rollout_results", "it's"])
+def test_a_query_may_select_all_columns_of_a_run(finished, command, key):
+    more = {"input": {"sql": "select * from judged order by id"}, "prompt": "More: {answer}"}
+    steps = {**STEPS, "more": {**more, "metadata_key": key, "answer": "better"}}
+    write(finished, steps)
+    assert "no problem" in command("doctor", "job.yaml")
+    command("run", "job.yaml")
+    for judged, better in zip(table("judged"), table("more"), strict=True):
+        (kept,) = better.pop(key)
+        assert kept["text"] == better.pop("better") != judged["answer"]
+        expected = {**judged, "file_path": better["file_path"]}
+        if key == "rollout_results":
+            del expected[key]
+        assert better == expected
+
+
 def test_no_row_stands_out(server, command):
     write(server, changed("best", sql=f"{STEPS['best']['sql']} and id = 'x'"))
     command("run", "job.yaml")

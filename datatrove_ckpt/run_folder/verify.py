@@ -301,7 +301,7 @@ def _check_rank(report: VerifyReport, rank: RankSummary) -> Iterator[Problem]:
             text = f"is not finished; its journal holds {held}."
         yield Problem("unfinished", text, *rank.key, index)
     if not missing:
-        text = "is not finished: the run is active, or must be run again."
+        text = "is not finished: the run is active, ended early, or must be run again."
         yield Problem("unfinished", text, *rank.key)
 
 

@@ -49,7 +49,9 @@ def test_a_mirror_is_verified_and_repaired_and_the_next_node_makes_the_chunk_aga
         "task 0, chunk 1: take back its commit, to have 3 documents processed again"
     )
     text = command("verify", mirrored.remote, code=3)
-    assert text.startswith("task 0: is not finished: the run is active, or must be run again.\n")
+    assert text.startswith(
+        "task 0: is not finished: the run is active, ended early, or must be run again.\n"
+    )
     mirrored.run(server)
     assert set(server.asked) == {f"text {n}{end}" for n in (3, 4, 5) for end in ("", " again")}
     assert outputs(mirrored.folder / "output") == expected

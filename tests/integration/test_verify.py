@@ -321,7 +321,10 @@ def test_status_and_verify_work_while_a_run_is_on_and_its_rank_is_not_repaired(
         runner(tmp_path, server, rollout).run(documents(3))
     assert "1 task (1 running)" in seen["status"]
     assert "2 done" in seen["status"]
-    assert "task 0: is not finished: the run is active, or must be run again." in seen["verify"]
+    assert (
+        "task 0: is not finished: the run is active, ended early, or must be run again."
+        in seen["verify"]
+    )
     at_work = "task 0: a process works on it. Stop it, and run again.\n"
     assert seen["repair"] == f"not repaired: {at_work}Repair can do nothing.\n"
     assert (

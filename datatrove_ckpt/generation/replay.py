@@ -418,8 +418,9 @@ class Replays:
         seconds = _FIRST_RECORD_AFTER
         while not self.recorded.is_stopped:
             await asyncio.sleep(seconds)
-            await self.record()
-            seconds = min(2 * seconds, _RECORD_EVERY)
+            if self.recorded.finished:  # the first answers may come after minutes
+                await self.record()
+                seconds = min(2 * seconds, _RECORD_EVERY)
 
     async def record(self) -> None:
         """Records what has finished: a few documents together, which costs less than one by one."""

@@ -1,10 +1,12 @@
 """Unedited code is not refused by the replay check."""
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
 from functools import partialmethod
+from types import SimpleNamespace
 
 import pytest
 
@@ -64,6 +66,24 @@ def test_what_has_finished_is_recorded_together_if_there_is_room(tmp_path):
     assert recorded.taken() == documents[90:154]
     recorded.finished = documents[165:]
     assert recorded.taken() == []
+
+
+def test_the_first_documents_are_recorded_soon_although_they_finish_late(monkeypatch):
+    slept = []
+    recorded = SimpleNamespace(is_stopped=False, finished=[])
+
+    async def sleep(seconds):
+        slept.append(seconds / replay._FIRST_RECORD_AFTER)
+        recorded.is_stopped = len(slept) == 12
+        recorded.finished = ["document"] * (len(slept) > 5)
+
+    async def record():
+        pass
+
+    monkeypatch.setattr(replay, "asyncio", SimpleNamespace(sleep=sleep))
+    replays = SimpleNamespace(recorded=recorded, record=record)
+    asyncio.run(replay.Replays.record_regularly(replays))
+    assert slept == [1, 1, 1, 1, 1, 1, 2, 4, 8, 16, 16, 16]
 
 
 def test_ranks_that_end_the_record_at_once_do_not_fail(tmp_path):

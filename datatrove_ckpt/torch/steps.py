@@ -99,8 +99,8 @@ class Steps:
         except CheckpointLocked:
             holder = name_holder(lock_holder(path) or {})
             raise CheckpointLocked(
-                f"{self.folder}: another process saves into it: {holder}. Stop it, or choose "
-                "another folder."
+                f"{self.folder}: another training, or an earlier process of this one, saves into "
+                f"it: {holder}. Stop it, or choose another folder."
             ) from None
         for path in self.folder.iterdir():
             replaced = self.folder / path.name.removeprefix(".old-")

@@ -250,7 +250,7 @@ def test_of_two_trainings_in_one_folder_the_second_stops_and_who_only_restores_d
     unfinished.mkdir()
     assert restored(run) == 1
     assert unfinished.exists()
-    with pytest.raises(CheckpointLocked, match=f"another process.*: pid {os.getpid()}"):
+    with pytest.raises(CheckpointLocked, match=f"another training.*: pid {os.getpid()}"):
         second.save(2, model=LAYER)
     first.close()
     second.save(2, model=LAYER)

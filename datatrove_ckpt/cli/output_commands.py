@@ -171,7 +171,7 @@ def described(
     outcome: str = "answer",
 ) -> str:
     document = document.safe(max_length)
-    head = f"{number}. {document.id}"
+    head = f"{number}. {document.id}".rstrip()
     if document.location:
         head = f"{head}  ({document.location})"
     if document.is_dead:

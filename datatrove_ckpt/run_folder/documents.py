@@ -58,6 +58,7 @@ class ShownDocument(NamedTuple):
     """One document.
 
     Attributes:
+        id: "" for a row of a query without a column of that name.
         location: the output file below the output folder, or the rank of a dead letter.
         answer: the answers of its rollouts, one after the other, or the cause of a dead letter.
     """
@@ -95,7 +96,7 @@ def read_documents(location: RunLocation) -> "Iterator[ShownDocument]":
                 else:
                     columns.append(column)
             yield ShownDocument(
-                str(name),
+                "" if name is None else str(name),
                 str(row.get("text", "")),
                 answer_of(row, run),
                 file.path,

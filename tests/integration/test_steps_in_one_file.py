@@ -696,6 +696,14 @@ def test_a_query_may_select_all_columns_of_a_run(finished, command, key):
         assert better == expected
 
 
+def test_a_row_without_an_id_is_shown_without_one(finished, command):
+    write(finished, {**STEPS, "total": {"sql": "select count(*) as n from judged"}})
+    command("run", "job.yaml")
+    said = command("show", "qa")
+    assert "1.  (rows_00000.parquet)\n" in said
+    assert 'answer: {"n":12}' in said
+
+
 def test_no_row_stands_out(server, command):
     write(server, changed("best", sql=f"{STEPS['best']['sql']} and id = 'x'"))
     command("run", "job.yaml")

@@ -46,6 +46,8 @@ _PASSING = re.compile(
 _RESET = re.compile(r'"[^"]*";r=(\d+);t=(\d+)')
 _IN_TEXT = re.compile(r"retry this action in (?:about )?(\d+|an?) (second|minute|hour)")
 _UNITS = {"second": 1, "minute": 60, "hour": 3600}
+JITTER = random.SystemRandom()
+"""Random numbers of waits. Those of ``random`` are the rollouts'."""
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
 _LOST_CONNECTION = {
     "ConnectionError",
@@ -335,10 +337,10 @@ class RetryPolicy:
     def wait(self, failures: int, advice: float | None = None) -> float:
         # The exponent is bounded: 2.0 ** 1100 overflows.
         longest = self.first * self.growth ** min(failures - 1, 100)
-        grown = min(self.longest, longest) * random.uniform(1 - self.jitter, 1)
+        grown = min(self.longest, longest) * JITTER.uniform(1 - self.jitter, 1)
         if advice is None:
             return grown
-        return max(grown, min(advice, self.longest_advice) * random.uniform(1, 1 + self.spread))
+        return max(grown, min(advice, self.longest_advice) * JITTER.uniform(1, 1 + self.spread))
 
     def is_transient(self, error: BaseException, failures: int = 1) -> bool:
         """Whether an error may pass, after so many ``failures`` in a row.

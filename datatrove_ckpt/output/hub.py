@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import posixpath
-import random
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,7 +28,7 @@ from datatrove.io import DataFolder
 
 from datatrove_ckpt.checkpoint.commits import stamp_of
 from datatrove_ckpt.common.redaction import redact, remember
-from datatrove_ckpt.common.retrying import http_status, library_line
+from datatrove_ckpt.common.retrying import JITTER, http_status, library_line
 from datatrove_ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ class CommitPace:
 
     def seconds_of_next(self) -> float:
         """Returns the wait for the next commit, varied so that ranks do not commit together."""
-        return self.seconds * random.uniform(0.5, 1)
+        return self.seconds * JITTER.uniform(0.5, 1)
 
     def seconds_until_turn(self, history: CommitHistory, ends: bool = False) -> float:
         """Returns the seconds after which the rank should check again; 0 if it may commit now.
@@ -111,9 +110,9 @@ class CommitPace:
         if over < 0:
             return 0.0
         competing = {"".join(_RANK.findall(commit.title)) for commit in made}
-        turn = min(over + random.randrange(len(competing)), len(made) - 1)
+        turn = min(over + JITTER.randrange(len(competing)), len(made) - 1)
         # The hub's dates may be rounded down.
-        return made[turn].at + HOUR - history.now + random.uniform(0, 2)
+        return made[turn].at + HOUR - history.now + JITTER.uniform(0, 2)
 
 
 HUB = "hf://"

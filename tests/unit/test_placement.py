@@ -78,7 +78,7 @@ def test_only_a_disk_that_is_nearly_full_holds_up_new_documents(tmp_path, monkey
     checkpoint.flush()
     assert not checkpoint.publishing_behind
     assert len(log) == 2, "each time that it begins"
-    assert "only 500 B are free" in log[0]
+    assert "only 500 B of the reserve of 1000 B are free" in log[0]
     checkpoint.close()
 
 

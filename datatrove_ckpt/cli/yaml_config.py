@@ -154,7 +154,7 @@ OTHER_NAMES = {
         "pp": "pipeline_parallel_size",
         "request_max_attempts": "max_retries retries",
         "request_timeout": "timeout",
-        "rollouts_per_document": "num_samples rollouts samples",
+        "rollouts_per_document": "num_samples rollouts",
         "run_folder": "checkpoint_dir checkpoints_dir checkpoints_local_dir logging_dir out output "
         "output_dir output_folder output_path",
         "system_prompt": "system system_message",

@@ -51,6 +51,7 @@ run job.yaml --json
 run job.yaml --full
 run job.yaml --resume
 run job.yaml --dry_run
+run job.yaml --samples 3
 run job.yaml --dry-run true
 run job.yaml --keep-answers
 run job.yaml --keep-answers yes

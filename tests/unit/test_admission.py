@@ -82,15 +82,6 @@ def test_an_engine_that_starts_at_once_what_it_gets_is_full_within_two_seconds()
     assert job.steps[-1][1] == 256
 
 
-@pytest.mark.parametrize(
-    "running, usage, limit", [(30, 0.2, 40), (60, 0.2, 80), (300, 0.2, 338), (60, 0.5, 68)]
-)
-def test_an_empty_queue_raises_the_limit_by_a_third_where_the_cache_has_room(running, usage, limit):
-    made = Admission(answers=running)  # since then, the engine has started none
-    made.update(Metrics(running, 0, 1, usage), running, 0)
-    assert made.limit == limit
-
-
 @pytest.mark.parametrize("requests", [1, 5, 60])
 def test_the_limit_does_not_run_away_where_few_requests_want_to_be_in_flight(requests):
     auto = Simulation(

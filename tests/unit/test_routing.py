@@ -90,22 +90,6 @@ async def test_it_goes_to_a_server_that_stands_idle_which_becomes_a_home():
     assert await made.acquire(request("one")) is other  # the least busy home
 
 
-async def test_it_waits_for_a_home_that_is_no_busier_than_twice_a_server_whose_limit_grew():
-    made = router(2, 8)
-    home = await made.acquire(request("one"))
-    for _ in range(7):
-        await made.acquire(request("one"))
-    other = made.targets[1 - made.targets.index(home)]
-    for _ in range(4):
-        await made.acquire(request())
-    other.limit = 40
-    made.admit(resized=True)
-    (waits,) = await waiting(made, request("one"))
-    assert not waits.done()
-    await release(made, other)
-    assert await waits is other
-
-
 async def test_requests_that_share_a_text_are_spread_over_servers_that_stand_idle():
     """Where the limit is high, a few hundred rows with one prompt would all be at one server."""
     made = router(4, 500)

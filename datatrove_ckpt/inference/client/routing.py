@@ -7,7 +7,7 @@ Requests wait here, not at a server, so an outage uses up no attempts, and a dea
                  So new documents do not push the prompts of open documents out of the caches. A
                  request whose leading text is in the caches of some servers (its homes in
                  ``PrefixIndex``) waits for one of these servers, and other requests go ahead,
-                 as long as no idle server has less than half of their requests
+                 as long as no server is idle
     quarantined  requests that were in flight at two deaths of a server (``Quarantine``)
 
 A request that was in flight at two deaths of a server runs apart from all others, on a server that
@@ -515,11 +515,9 @@ TargetFuture: TypeAlias = "asyncio.Future[Target]"
 # The oldest waiting requests, which may go ahead of each other. So many more documents than places
 # are in work.
 WINDOW = 64
-# Load below which a server is idle, and takes requests whose homes are busier.
+# Load below which a server is idle, and takes requests whose homes have no place.
 _IDLE = 0.75
-# A request goes to a home that has a place and at most this multiple of an idle server's requests,
-# and a few more. It also waits for such a home, without the few more: a long text that an engine
-# must read again costs more.
+# A home may have this multiple of an idle server's requests, and a few more.
 _BUSIER = 2
 
 Waiting: TypeAlias = tuple[int, int, int, Request, TargetFuture]
@@ -529,12 +527,12 @@ Waiting: TypeAlias = tuple[int, int, int, Request, TargetFuture]
 class Availability:
     """Finds the servers that have a place now, or the time at which limits open again."""
 
-    __slots__ = ("_free", "_most", "_usable", "best", "opens_at")
+    __slots__ = ("_free", "_idle", "_usable", "best", "opens_at")
 
     def __init__(self, targets: Sequence[Target]) -> None:
         self._usable: list[Target] = []
         self._free: list[Target] = []
-        self._most = math.inf  # requests of a home that is no busier than idle servers
+        self._idle: Target | None = None
         self.best: Target | None = None
         self.opens_at = math.inf
         cooling = None
@@ -559,7 +557,7 @@ class Availability:
             if len(self._free) > 1:
                 self.best = min(self._free, key=_business)
             if self.best.load < _IDLE:
-                self._most = _BUSIER * min(target.in_flight for target in self._free)
+                self._idle = self.best
         # A server that refuses immediately would always be the least busy, and get most requests.
         is_closed = self.opens_at < math.inf
         if not self._usable and not is_closed:
@@ -574,12 +572,13 @@ class Availability:
             homes: servers that have its leading text. The request does not wait for a home that is
                 down, reserved or cooling down: it may take no request for hours.
         """
+        idle = self._idle
         free = [target for target in self._free if target.bit & homes]
         if free:
             home = min(free, key=_load)
-            if home.in_flight <= self._most + FIRST_LIMIT:
+            if idle is None or home.in_flight <= _BUSIER * idle.in_flight + FIRST_LIMIT:
                 return home
-        elif any(target.bit & homes and target.in_flight <= self._most for target in self._usable):
+        elif idle is None and any(target.bit & homes for target in self._usable):
             return None
         return self.best
 
@@ -703,7 +702,7 @@ class Router:
         # No waiting request could be sent before. Only these changes may free a request, and, if
         # requests wait for the next minute, an answer with fewer tokens than expected, or the first
         # answer of a server that failed.
-        may_free = was_full or self.has_limits or target.load < _IDLE
+        may_free = was_full or self.has_limits or load >= _IDLE > target.load
         if not self._waiting or may_free or load >= 1 > target.load:
             self.admit()
 

@@ -236,8 +236,6 @@ async def count_ranks(url: HiddenUrl, api_key: Secret | None, probe: HealthProbe
 # At most twice the target waits, even if the engine runs a single request at a time.
 _LEAST_TARGET = FIRST_LIMIT // 2
 _USUAL_SAMPLES = 5
-_MOST_GROWTH = 2 * FIRST_LIMIT
-_HALF_FULL = 0.45  # share of a KV cache below which it holds twice the requests
 # More are no faster, and would push each other's prompts out of the cache.
 _MOST_AT_FIRST = 4 * FIRST_LIMIT
 _USUAL_PROMPT = 4096  # tokens
@@ -263,9 +261,7 @@ class Admission:
     Attributes:
         target: number of requests that should wait in the engine: at least 8, an eighth of the
             running requests, the number that is always on the way, and the number that the engine
-            started since the last sample, so that its queue lasts until the next sample. If its
-            queue is empty, it might have started more: while its KV cache holds twice the requests,
-            the target is then also a third of the running ones, up to 32.
+            started since the last sample, so that its queue lasts until the next sample.
     """
 
     def __init__(self, limit: float = FIRST_LIMIT, answers: int = 0) -> None:
@@ -288,8 +284,6 @@ class Admission:
         started = metrics.running - last.running + answers - self._answers
         self._answers = answers
         self.target = math.ceil(max(_LEAST_TARGET, metrics.running / 8, usual, started))
-        if not metrics.waiting and metrics.cache_usage < _HALF_FULL:
-            self.target = max(self.target, math.ceil(min(metrics.running / 3, _MOST_GROWTH)))
         missing = self.target - metrics.waiting - max(0.0, on_the_way - usual)
         wanted = max(_LEAST_TARGET, math.floor(in_flight + missing))
         self.limit = wanted if metrics.waiting else max(self.limit, wanted)

@@ -304,9 +304,8 @@ def _as_batch(job: ShortJob, job_input: JobInput, reader: Node, short: Node) -> 
 def _allow_no_text(
     job: ShortJob, recorded: Node, reader: Node, rollout: object, job_input: JobInput
 ) -> None:
-    """Lets the reader keep rows without a text, if the prompt names neither the text nor the column
-    that was given as ``text_key`` alone, or a user's rollout gets a first row without a text; and
-    the last start of the run did not skip such rows.
+    """Lets the reader keep rows without a text, if the prompt does not name it, or a user's rollout
+    gets a first row without a text; and the last start did not skip such rows.
     """
     if not class_of(reader).has_rows:
         return

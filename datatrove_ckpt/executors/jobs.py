@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Job:
-    """One Hugging Face Job.
+    """A Hugging Face Job.
 
     Attributes:
         launch: names the file in which the job records why it failed.

@@ -31,10 +31,7 @@ class _OpenRequest(NamedTuple):
 
 
 class _AgentRequests:
-    """The requests of an agent.
-
-    A client that times out hangs up and repeats its request: the new request takes the result of
-    the old request, which is paid for.
+    """The requests of an agent. A request that a client repeats takes the result of the first.
 
     Attributes:
         refusal: error of the last request that has ended; None if it was answered.

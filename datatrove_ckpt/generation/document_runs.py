@@ -99,8 +99,8 @@ class DocumentRollouts:
         """Raises if the document must end unrecorded: the failure of the checkpoint or of the
         document, CancelledError after a stop of the rank, or DocumentParked.
 
-        Any other CancelledError of a rollout is a failure of the document. ``Task.cancelling``
-        cannot separate the cases: in Python 3.11 a TaskGroup in the rollout leaves it raised.
+        Any other CancelledError is the document's failure. ``Task.cancelling`` cannot tell: in
+        Python 3.11 a TaskGroup in the rollout leaves it raised.
         """
         self._checkpoint.raise_failure()
         if self._shutdown.aborted:

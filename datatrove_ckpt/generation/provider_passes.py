@@ -292,8 +292,7 @@ class ProviderPasses:
         """Reads the answers. Returns False if a file is missing, or has fewer lines than the
         provider has counted: the rest may still arrive.
 
-        A request without a line counts as failed, unless the batch expired or was canceled. So
-        ``request_max_attempts`` limits its batches.
+        A request without a line counts as failed, unless the batch expired or was canceled.
         """
         rows = []
         answered = set()

@@ -128,8 +128,7 @@ async def stop_when_requested(
 def _awaited(requests: RankContext, model: RankModel) -> int:
     """Returns the number of a model's requests in flight for which a stop waits.
 
-    Half-written answers go on at the next start, so nothing is gained by waiting for them. A call,
-    or an agent, has the time that requests have.
+    Half-written answers go on at the next start. A call or an agent has the time of requests.
     """
     client = model.client.result()
     if requests.calls.running or requests.agents or requests.shutdown.is_finishing:

@@ -533,8 +533,7 @@ class VersionWriter:
         """Returns the next version; the first number of an owner skips one number per earlier
         owner.
 
-        An earlier owner that has listed the mirror may still write one version. The new version
-        must be newer, so it skips more numbers than the earlier owner did.
+        An earlier owner that has listed the mirror may still write one version.
         """
         if not self._number_floor:
             highest = max((version.number for version in versions), default=0)

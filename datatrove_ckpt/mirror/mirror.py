@@ -302,8 +302,7 @@ class RemoteMirror:
         """Returns a snapshot, and the files that have grown since the last snapshot, each opened at
         its first new byte.
 
-        If a commit removes a journal before it is opened, a newer snapshot is taken. An open
-        journal stays readable after its removal.
+        If a commit removes a journal before it is opened, a newer snapshot is taken.
         """
         uploads.compact()
         for attempts_left in reversed(range(20)):  # the opening of files takes microseconds

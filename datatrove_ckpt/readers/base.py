@@ -529,8 +529,7 @@ class _InputPass:
 
     Attributes:
         yielded_before: number of documents, in all attempts, before the current file.
-        file_position: the place in the current file where an earlier attempt ended; () if no
-            attempt has begun this file.
+        file_position: the place in the current file where an earlier attempt ended, or ().
     """
 
     reader: SeekingReader

@@ -155,8 +155,8 @@ class EpochShare:
 
         Args:
             salt: salt of the permutations; None: rows in the order of the input.
-            files: the file of each block, if a window has one stretch of each file only. Then files
-                take turns; without permutations, a window has one file, because columns may differ.
+            files: the file of each block, if a window has one stretch of each file only. Files
+                take turns; without permutations, a window has one file: columns may differ.
         """
         self._pieces = pieces
         self._salt = salt

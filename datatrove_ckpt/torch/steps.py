@@ -176,8 +176,7 @@ class Steps:
     def _share(self, path: Path, entry: Entry) -> bool:
         """Links the file to an equal file of an older step.
 
-        The older of two steps comes first, and a single step is no source: so steps share two
-        copies in turn, and damage of one copy leaves the steps of the other whole.
+        Steps share two copies in turn: damage of one leaves the steps of the other whole.
         """
         if not is_large(entry):
             return False

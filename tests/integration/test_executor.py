@@ -115,7 +115,7 @@ def test_a_rank_that_fails_is_an_error_and_not_complete(tmp_path, fails, error):
     if fails == "kill":
         assert completed(tmp_path) == {0, 2}
         assert len(attempts(tmp_path)[1]) == 3
-        assert "1 of 3 tasks are not complete" in str(caught.value)
+        assert "1 of 3 tasks were given up" in str(caught.value)
         assert "task 1: its worker process was ended by SIGKILL" in str(caught.value)
 
 

@@ -324,7 +324,7 @@ def test_ranks_that_would_fail_again_are_not_started_again_and_the_cause_is_name
         write_job(hub, server.url, 2, 12, tasks_per_job=2, max_retries=1)
         said = command("run", "job.yaml", code=1)
     assert len(jobs.all) == started
-    assert said.error.startswith(f"error: {started} of 2 tasks are not complete")
+    assert said.error.startswith(f"error: {started} of 2 tasks were given up")
     assert why in said.error
 
 

@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import math
 import os
-import random
 import re
 import threading
 import time
@@ -55,7 +54,7 @@ from datatrove_ckpt.checkpoint.lock import Lock, lock_holder, name_holder, this_
 from datatrove_ckpt.common import LAUNCH, JsonObject, object_store
 from datatrove_ckpt.common.attempts import AttemptProgress, AttemptRecord, may_overlap
 from datatrove_ckpt.common.pid_namespace import pid_namespace_id
-from datatrove_ckpt.common.retrying import STORAGE
+from datatrove_ckpt.common.retrying import JITTER, STORAGE
 from datatrove_ckpt.common.threads import context_thread
 
 _RETRIES = replace(STORAGE, patience=20.0)  # claims are hints: no caller waits long for them
@@ -427,7 +426,7 @@ class Claims:
             snapshot = self._store.snapshot()
             free, are_orphaned = self._free(snapshot)
             if self._is_worker:
-                random.shuffle(free)
+                JITTER.shuffle(free)
             claimed = next(
                 (rank for rank in free if self._take(rank, snapshot, are_orphaned)), None
             )

@@ -292,8 +292,7 @@ def _read_input(settings: Node, label: str, above: Mapping[str, Step]) -> Query 
         return replace(query, left_out=key) if settings.get("rollout_results", True) else query
     name = str(given or "")
     if name in above or (re.fullmatch(r"\w+", name) and not Path(name).exists()):
-        quoted = key.replace("'", "''")
-        sql = f"select columns(lambda name: name <> '{quoted}') from \"{name}\""
+        sql = f'select {queries.without(key)} from "{name}"'
         return Query(label, sql, (name,))
     return None
 
@@ -454,8 +453,8 @@ def _bind(step: Step) -> None:
 
 
 _Sampled = tuple[float | None, list[int] | None]
-"""How many times its rows the run has, and their ordinals there; None: unknown, and those of its
-own input.
+"""A step's sample: how many times its rows the run has (None: unknown), and the rows' ordinals in
+the run (None: they are those that the sample has drawn).
 """
 _WHOLE: _Sampled = (1.0, None)
 _UNKNOWN: _Sampled = (None, [])

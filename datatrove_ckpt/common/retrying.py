@@ -47,7 +47,7 @@ _RESET = re.compile(r'"[^"]*";r=(\d+);t=(\d+)')
 _IN_TEXT = re.compile(r"retry this action in (?:about )?(\d+|an?) (second|minute|hour)")
 _UNITS = {"second": 1, "minute": 60, "hour": 3600}
 JITTER = random.SystemRandom()
-"""Random numbers of waits. Those of ``random`` are the rollouts'."""
+"""Random numbers of this package at work. Those of ``random`` are the rollouts'."""
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
 _LOST_CONNECTION = {
     "ConnectionError",

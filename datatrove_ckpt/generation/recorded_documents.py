@@ -71,7 +71,7 @@ class RecordedDocument:
     requests: list[tuple[list[Any], object, str]]
     code: str
     run: str
-    draws: list[int] = field(default_factory=list)
+    draws: list[int]
     process: list[str] = field(default_factory=list)
 
 
@@ -279,8 +279,6 @@ class RecordedDocuments:
                 for key, payload, answer in document.requests
             ]
             fields = {"version": _VERSION, **vars(document), "requests": requests}
-            if not document.draws:
-                del fields["draws"]  # 0.3.0 skips a record without it, and fails at an empty state
             data = checksummed_json(fields, indent=False)
             if len(data) <= _MAX_BYTES:
                 self._write(f"{document.name}.json", data)

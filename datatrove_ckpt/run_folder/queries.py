@@ -271,7 +271,7 @@ def _write(query: Query, tables: Tables, folder: Path) -> tuple[str, int]:
     return digest.hexdigest(), rows
 
 
-def _without(column: str) -> str:
+def without(column: str) -> str:
     quoted = column.replace("'", "''")
     return f"columns(lambda name: name <> '{quoted}')"
 
@@ -306,12 +306,12 @@ def _rows(query: Query, tables: Tables, spill: str = "") -> "Iterator[duckdb.Duc
                 if isinstance(table, list):
                     paths = [re.sub(r"[\[*?]", r"[\g<0>]", path) for path in table]
                     rows = connection.read_parquet(paths, union_by_name=True)
-                    rows.select(_without("file_path")).create_view(name)
+                    rows.select(without("file_path")).create_view(name)
                 else:
                     connection.register(name, table)
             found = connection.sql(query.sql)
             if query.left_out in found.columns:
-                found = found.select(_without(query.left_out))
+                found = found.select(without(query.left_out))
             yield found
     except duckdb.OutOfMemoryException as error:
         raise StorageFailed(

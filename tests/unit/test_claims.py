@@ -212,7 +212,7 @@ def test_workers_share_ranks_on_each_store(store_kind, tmp_path):
 
 
 def test_a_worker_takes_any_rank_so_that_not_all_try_the_same_one(job, monkeypatch):
-    monkeypatch.setattr("random.shuffle", list.reverse)
+    monkeypatch.setattr("datatrove_ckpt.common.retrying.JITTER.shuffle", list.reverse)
     assert Process(job).take() == 0
     assert Process(job, is_worker=True).take() == RANKS - 1
 

@@ -28,7 +28,13 @@ from datatrove_ckpt.checkpoint.layout import (
     refuse_missing_run_json,
     retry_folders,
 )
-from datatrove_ckpt.checkpoint.rank_summary import Include, JobTotals, RankSummary, read_rank
+from datatrove_ckpt.checkpoint.rank_summary import (
+    Include,
+    JobTotals,
+    RankSummary,
+    read_rank,
+    read_ranks,
+)
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.warnings import warn_once
@@ -190,14 +196,18 @@ def _compare_markers(runner: RunnerPlan, folder: Path, skipped: list[int]) -> di
 
 
 def add_finished(runner: RunnerPlan, folders: Iterable[Path]) -> list[str]:
-    """Returns the folders of ``finished_from``, and run folders whose settings are those of the
-    run.
+    """Returns the folders of ``finished_from``, and run folders with documents whose settings are
+    those of the run.
     """
     finished = listed(runner.step.finished_from or ())
     for folder in sorted(folders, key=lambda path: (len(path.name), path), reverse=True):
-        if not recorded_settings(folder / "checkpoints"):
+        checkpoints = folder / "checkpoints"
+        if not recorded_settings(checkpoints):
             continue
-        paths = (folder / "output", folder / "checkpoints")
+        ranks = read_ranks(checkpoints, Include.JOURNALS)
+        if not any(rank.damage or rank.numbers().done.written for rank in ranks):
+            continue
+        paths = (folder / "output", checkpoints)
         parts = [str(path) for path in paths if path.exists()]
         try:
             compare_earlier_runs(runner.step.changed(finished_from=parts), runner.identity)

@@ -403,6 +403,16 @@ def test_a_redo_that_cannot_continue_is_given_anew(finished, command):
     assert len(table("answers")) == len(table("judged")) == 13
 
 
+def test_a_redo_of_a_step_that_has_no_row_yet_begins_it(server, command):
+    server._status = lambda payload, *call: 401 if "Judge" in str(payload) else None
+    write(server)
+    command("run", "job.yaml", code=1)
+    server._status = lambda *call: None
+    command("run", "job.yaml", "--redo", "judged")
+    assert Path("qa/judged.1").exists()
+    assert len(table("judged")) == 12
+
+
 def test_a_step_that_is_named_while_another_redo_is_under_way_is_redone_at_once(finished, command):
     """Alone: what began anew before it goes on."""
     finished._status = rejects(["Judge: answer to Answer: text 90"], 401)

@@ -225,7 +225,8 @@ def expand(short: Node, inspect_only: bool = False, rows: object = None) -> Node
         if not job.is_remote:
             _allow_no_text(job, recorded, reader, rollout, job_input)
             if not (recorded or job.task == "batch" or "answer" in short):
-                runner["answer"] = _answer(job_input, reader, rollout)
+                key = str(runner.get("metadata_key", "rollout_results"))
+                runner["answer"] = _answer(job_input, reader, rollout, key)
         runner["checkpoints_local_dir"] = (
             "checkpoints" if job.is_remote else f"{job.root}/checkpoints"
         )
@@ -551,12 +552,12 @@ def free_answer(columns: Collection[str]) -> str:
     return next(name for name in names if name not in columns)
 
 
-def _answer(job_input: JobInput, reader: Node, rollout: object) -> object:
+def _answer(job_input: JobInput, reader: Node, rollout: object, metadata_key: str) -> object:
     if isinstance(rollout, dict) and rollout["class_path"] == "EmbedRollout":
         return rollout["init_args"].get("column")
     first = job_input.first_document(reader)
     columns = first.metadata if first else ()
-    if "answer" not in columns or "rollout_results" in columns:
+    if "answer" not in columns or metadata_key in columns:
         return "answer"
     free = free_answer(columns)
     from loguru import logger

@@ -692,14 +692,15 @@ def test_columns_of_equal_names_get_names_of_their_own(finished, command):
 
 @pytest.mark.parametrize("key", ["rollout_results", "it's"])
 def test_a_query_may_select_all_columns_of_a_run(finished, command, key):
+    answer = "answer_2"
     more = {"input": {"sql": "select * from judged order by id"}, "prompt": "More: {answer}"}
-    steps = {**STEPS, "more": {**more, "metadata_key": key, "answer": "better"}}
+    steps = {**STEPS, "more": {**more, "metadata_key": key}}
     write(finished, steps)
     assert "no problem" in command("doctor", "job.yaml")
     command("run", "job.yaml")
     for judged, better in zip(table("judged"), table("more"), strict=True):
         (kept,) = better.pop(key)
-        assert kept["text"] == better.pop("better") != judged["answer"]
+        assert kept["text"] == better.pop(answer) != judged["answer"]
         expected = {**judged, "file_path": better["file_path"]}
         if key == "rollout_results":
             del expected[key]

@@ -25,6 +25,8 @@ from datatrove_ckpt.process.screen import exit_now
 _PATIENCE = (0.5, 0.5, 1.0, 0.0)
 left_behind: list[object] = []
 """Loops of ranks of this process, with tasks or threads that ignored their end."""
+_open: list[object] = []
+"""Loops that keep nobody waiting, but cannot be closed."""
 _Result = TypeVar("_Result")
 _Arguments = TypeVarTuple("_Arguments")
 
@@ -184,7 +186,7 @@ def _close(runner: asyncio.Runner, threads: Iterable[threading.Thread]) -> None:
             # uvloop, where a rollout has left a connection open.
             if error.errno != errno.EBUSY:
                 raise
-            left_behind.append((runner, set()))
+            _open.append(runner)
         return
     # Nothing may be collected: a coroutine that ignores its cancellation would log that.
     left_behind.append((runner, asyncio.all_tasks(loop)))

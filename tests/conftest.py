@@ -4,7 +4,6 @@ import gc
 import os
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -98,18 +97,6 @@ def pytest_configure(config):
     waits.shorten()
     if hasattr(config, "workerinput") or getattr(config.option, "dist", "no") == "no":
         config.pluginmanager.import_plugin("tests.fixtures")
-
-
-_left_behind = []
-
-
-@pytest.fixture(autouse=True)
-def _no_test_ends_for_another():
-    """Where a loop is left behind, a signal ends its process at once; here it runs other tests."""
-    yield
-    if module := sys.modules.get("datatrove_ckpt.process.event_loop"):
-        _left_behind.extend(module.left_behind)  # nothing of them may be collected
-        module.left_behind.clear()
 
 
 _COUNTING = ("tests/crash/", "tests/integration/test_kills.py", "tests/integration/test_people.py")

@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -32,7 +32,7 @@ from datatrove_ckpt.inference.client.client import CompletionClient, ModelServer
 from datatrove_ckpt.inference.servers import host
 from datatrove_ckpt.inference.servers.host import close_warm_servers
 from datatrove_ckpt.output import output_folder
-from datatrove_ckpt.process import shutdown
+from datatrove_ckpt.process import event_loop, shutdown, signals
 from datatrove_ckpt.testing import FakeServer
 from datatrove_ckpt.user_code.code_identity import code_identity as describe
 from datatrove_ckpt.user_code.statements import CodeSource
@@ -376,6 +376,40 @@ def job_on_hub(here, server):
     write_job(here, text + "          records_per_chunk: 2\n", ["a", "b", "c"], ["d"])
 
 
+@contextmanager
+def _process_as_it_was():
+    """What a process has once, as a test finds it and leaves it: tests run in any order."""
+    environment = dict(os.environ)
+    path = list(sys.path)
+    hook = sys.excepthook
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    side_effects.ROLLOUTS.effect = ""
+    side_effects.SETUP.__init__()
+    yield
+    signals.between_ranks.restore()
+    for number, handler in handlers.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
+    sys.excepthook = hook
+    sys.path[:] = path
+    if os.environ != environment:
+        os.environ.clear()
+        os.environ.update(environment)
+    # Where a loop is left behind, a signal ends its process at once.
+    _loops.extend(event_loop.left_behind)  # nothing of them may be collected
+    event_loop.left_behind.clear()
+
+
+_loops = []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _module_as_if_alone():
+    """Fixtures of a module run before those of its tests."""
+    with _process_as_it_was():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _as_if_alone(request, monkeypatch):
     """No test leaves its servers, its disk, open files or its words to the next."""
@@ -384,11 +418,6 @@ def _as_if_alone(request, monkeypatch):
     # Keys of another test may be words of this one.
     redaction._revealed.clear()
     redaction._sent.clear()
-    # Commands add the working directory.
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    # Nor what was opened and done before.
-    monkeypatch.setattr(side_effects.ROLLOUTS, "effect", "")
-    side_effects.SETUP.__init__()
     # Ranks would stop for the end of another test's Slurm job.
     monkeypatch.setattr("datatrove_ckpt.process.slurm_job._first_asked", {})
     # Whose fault a rejection is.
@@ -402,7 +431,7 @@ def _as_if_alone(request, monkeypatch):
             "datatrove_ckpt.inference.servers.host.ready_window", lambda config: 60.0
         )
     disk = files.disk
-    with written_in(""):
+    with written_in(""), _process_as_it_was():
         yield
     close_warm_servers()
     disk.close()

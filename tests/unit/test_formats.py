@@ -26,8 +26,9 @@ DOCUMENTS = [
 
 @pytest.mark.parametrize("has_columns", [True, False])
 @pytest.mark.parametrize("name", BY_NAME)
-def test_what_a_writer_has_written_is_counted_and_read(name, has_columns, tmp_path):
-    csv.field_size_limit(2**17)  # Python's own
+def test_what_a_writer_has_written_is_counted_and_read(name, has_columns, tmp_path, request):
+    limit = csv.field_size_limit(2**17)  # Python's own
+    request.addfinalizer(lambda: csv.field_size_limit(limit))
     known = BY_NAME[name]
     writer = known.writer_class(str(tmp_path), f"name.{name}", **known.settings(has_columns))
     with writer:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 from datatrove.io import DataFolder
 
@@ -119,9 +119,6 @@ HUB = "hf://"
 BUCKET = "bucket"
 MAIN = "main"
 
-_KINDS = {"datasets": "dataset", "models": "model", "spaces": "space", "buckets": BUCKET}
-# A revision ends at the next /, except for these two kinds of names.
-_REVISION = re.compile(r"refs/(?:convert/[\w.-]+|pr/\d+)|[^/]+")
 _PATHS_AT_ONCE = 500
 _READ_SECONDS = 60.0
 
@@ -177,28 +174,16 @@ class HubFolder:
         Raises:
             ConfigError: the URL names no repository.
         """
-        kind = "model"
-        path_and_name = url.removeprefix(HUB).strip("/")
-        first, _, after = path_and_name.partition("/")
-        if first in _KINDS:
-            kind = _KINDS[first]
-            path_and_name = after
-        owner, _, path_and_name = path_and_name.partition("/")
-        name, at, path = path_and_name.partition("@")
-        revision = None
-        if at and "/" not in name and kind != BUCKET:
-            match = _REVISION.match(path)
-            if match:
-                revision = unquote(match[0])
-                path = path[match.end() :]
-        else:
-            name, _, path = path_and_name.partition("/")
-        if not owner or not name or (at and revision is None and "@" in name):
+        from huggingface_hub import parse_hf_uri
+
+        try:
+            uri = parse_hf_uri(url.rstrip("/"))
+        except ValueError:
             raise ConfigError(
                 f"{url!r} names no repository. Write hf://datasets/OWNER/NAME@REVISION/FOLDER, "
                 "of which the revision and the folder may be left out."
-            )
-        return cls(kind, f"{owner}/{name}", revision, path.strip("/"), endpoint)
+            ) from None
+        return cls(uri.type, uri.id, uri.revision, uri.path_in_repo, endpoint)
 
     @classmethod
     def of(cls, folder: DataFolder) -> HubFolder | None:
@@ -211,8 +196,7 @@ class HubFolder:
 
     @property
     def url(self) -> str:
-        prefix = next(plural for plural, kind in _KINDS.items() if kind == self.kind)
-        url = f"{HUB}{prefix}/{self.repo}"
+        url = f"{HUB}{self.kind}s/{self.repo}"
         if self.revision:
             url += f"@{self.revision.replace('/', '%2F')}"
         if self.path:

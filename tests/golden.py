@@ -64,3 +64,29 @@ def refuse(file, code, names, **more):
     assert "hunter2" not in text
     hold(file, code, text, **more)
     return refused.value
+
+
+def rows(file):
+    """Runs a test for each title of a file, its argument ``code``."""
+    return pytest.mark.parametrize("code", sections(file))
+
+
+def shows(file, *names):
+    """A test that holds what each title of a file gives, by the names of these dicts."""
+
+    @rows(file)
+    def test(code):
+        show(file, code, {name: each[name] for each in names for name in each})
+
+    return test
+
+
+def values(file, names):
+    """Those of the expressions that are the titles of a file."""
+    return [eval(code, {**_USUAL, **names}) for code in sections(file)]
+
+
+def named(file, names):
+    """The same, by the words after ``  # ``."""
+    words = [code.partition("  # ")[2] for code in sections(file)]
+    return dict(zip(words, values(file, names), strict=True))

@@ -21,6 +21,7 @@ from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import SINGLE_NODE, EngineLaunch, NodeGroup
 from datatrove_ckpt.rollouts import ChunkedRollout, InvalidAnswer, PromptRollout, for_config
+from tests import golden
 from tests.real import environment
 
 NODES = [NodeGroup(rank, ("10.0.0.1", "10.0.0.2")) for rank in (0, 1)]
@@ -179,23 +180,7 @@ ANSWER = {
     "properties": {"why": {"type": "string"}, "answer": {"type": "integer"}},
 }
 # With the default backend vLLM gives these to another one than xgrammar.
-NOT_FOR_XGRAMMAR = [
-    {"type": "integer", "multipleOf": 2},
-    {"type": "array", "uniqueItems": True},
-    {"type": "array", "contains": {"type": "integer"}, "maxContains": 2},
-    {"type": "string", "format": "regex"},
-    {"type": "string", "pattern": "^a+$", "maxLength": 3},
-    {
-        "type": "object",
-        "properties": {"a": {"type": "string"}},
-        "propertyNames": {"pattern": "^a"},
-    },
-    {
-        "type": "object",
-        "properties": {"a": {"type": "string"}},
-        "patternProperties": {"^a": {"type": "string"}},
-    },
-]
+NOT_FOR_XGRAMMAR = golden.values("schemas_not_for_xgrammar", globals())
 _XGRAMMAR_REFUSES = """
 from vllm.v1.structured_output import backend_xgrammar
 answer = backend_xgrammar.has_xgrammar_unsupported_json_features

@@ -285,7 +285,7 @@ def test_what_a_caller_forgets_is_said(tmp_path, warned):
 ADAM = torch.optim.Adam(LAYER.parameters())
 
 
-@pytest.mark.parametrize("code", golden.sections("mistakes_of_steps"))
+@golden.rows("mistakes_of_steps")
 def test_what_cannot_be_is_named(tmp_path, code):
     with checkpoints(tmp_path) as saved:
         saved.save(8, model=LAYER, optimizer=ADAM)

@@ -169,7 +169,7 @@ def test_workers_outlive_the_signals_of_ones_choice(tmp_path, documents):
         assert len(list(batches)) == ROWS - 1
 
 
-@pytest.mark.parametrize("code", golden.sections("mistakes_of_trainings"))
+@golden.rows("mistakes_of_trainings")
 def test_arguments_of_another_kind_are_named(tmp_path, code):
     run = tmp_path / "run"
     golden.refuse("mistakes_of_trainings", code, {**globals(), "run": run})

@@ -246,14 +246,7 @@ def test_a_bug_keeps_its_traceback_but_shows_no_values_of_variables(run, capsys)
 
 @pytest.mark.parametrize(
     "arguments, code, says",
-    [
-        (["--version"], 0, "datatrove-ckpt 0."),
-        (["--help"], 0, "show how far a run is, and which tasks need attention"),
-        (["rum", "job.yaml"], 2, "invalid choice: 'rum' (choose from"),
-        (["job.yaml"], 2, "Write run before the file."),
-        ([], 2, "usage: datatrove-ckpt"),
-        (["run", "--help"], 0, "--max-tokens    longest answer, in tokens."),
-    ],
+    golden.values("command_lines", globals()),
 )
 def test_the_command_line_itself(capsys, arguments, code, says):
     with pytest.raises(SystemExit) as ended:

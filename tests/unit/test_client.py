@@ -38,20 +38,6 @@ from tests.clients import Sleeps, client_of, turns
 from tests.patience import pass_for
 from tests.raw_server import BODY, RawServer, answer, chat, http, never, reset, serving, then_close
 
-UNFINISHED_REASONS = [
-    "",
-    "abort",
-    "Cancelled",
-    "unknown",
-    "network_error",
-    "insufficient_system_resource",
-    "SERVER_ERROR",
-    "not_finished",
-    "server_shutdown",
-    "cancel",
-    "load",
-    "incomplete",
-]
 SHORTEST = b'{"model":"m","messages":[]}'  # with one word in place of each text
 ENDPOINT = {"server_type": "endpoint", "endpoint_url": "http://127.0.0.1:1"}
 CUSTOM = {"server_type": "custom", "model_kwargs": {"server_script": "x.py"}}
@@ -167,19 +153,7 @@ def usage(text):
     return CHAT.parse(chat().replace(b'{"total_tokens": 3}', text.encode())).usage
 
 
-@pytest.mark.parametrize("code", golden.sections("parsed_answers"))
-def test_an_answer_is_parsed(code):
-    golden.show("parsed_answers", code, globals())
-
-
-@pytest.mark.parametrize("base", ["http://h/v1", "http://h/a%2Fb/c", "http://h"])
-@pytest.mark.parametrize("whole", ["chat/completions", "completions", "embeddings"])
-def test_a_url_may_be_the_whole_address_of_a_path(base, whole):
-    url = HiddenUrl(f"{base}/{whole}")
-    for path in ("chat/completions", "completions", "embeddings", "models"):
-        assert str(url.api(path).reveal()) == f"{base}/{path}"
-    assert str(url.api("/tokenize").reveal()) == f"{base.removesuffix('/v1')}/tokenize"
-    assert not url.may_lack_version
+test_an_answer_is_parsed = golden.shows("parsed_answers", globals())
 
 
 BEYOND = "1" + "0" * 30
@@ -213,94 +187,65 @@ def test_what_llamacpp_says_of_a_text_that_is_too_long_is_the_texts_fault():
     )
 
 
-@pytest.mark.parametrize("status", [301, 401, 402, 403, 404, 405, 407, 501])
-def test_a_server_that_refuses_every_request_is_asked_once(status):
-    outcome = Outcome(answer(http(status, b"no way", "Location: /elsewhere")))
-    model = "for model 'm'"  # that of the request
-    outcome.is_error(ServerRefused, str(status), model, "no way", "/v1/chat/completions")
-    assert status > 400 or "the endpoint's URL" in str(outcome.result)
-    requests = 3 if status == 403 else 1  # which may be about one text: again, and a probe
-    assert outcome.work.errors == {f"HTTP {status}": requests}
-    assert len(outcome.server.requests) == requests
+AWAY = answer(http(503, b"later"))
 
 
-@pytest.mark.parametrize(
-    "error, is_refused",
-    [
-        ({"code": "insufficient_quota", "type": "insufficient_quota"}, True),
-        ({"message": "pay", "type": "exceeded_current_quota_error"}, True),
-        ({"code": "rate_limit_exceeded", "message": "insufficient_quota"}, False),
-        ({"code": ["insufficient_quota"]}, False),
-        ("insufficient_quota", False),
-    ],
-)
-def test_a_429_for_lack_of_credit_stops_at_once(error, is_refused):
-    limited = answer(http(429, json.dumps({"error": error}).encode(), "Retry-After: 1"))
-    outcome = Outcome(limited, GOOD)
-    if is_refused:
-        outcome.is_error(ServerRefused, "HTTP 429", "no credit left", str(error["type"]))
-        assert len(outcome.server.requests) == 1
-    else:
-        assert outcome.result == HI
-
-
-UNFINISHED = {
-    **{
-        f"status {status}": answer(http(status, b"later"))
-        for status in (408, 409, 424, 425, 429, 444, 460, 498, 499, 500, 502, 503, 504, 529)
-    },
-    "closed before the headers": then_close(),
-    "truncated body": then_close(http(200, chat())[:-10]),
-    "truncated body without a length": then_close(
-        b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + chat()[:-10]
-    ),
-    "truncated chunks": then_close(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab"),
-    "reset": reset,
-    "no http": then_close(b"SSH-2.0-OpenSSH\r\n"),
-    "html": answer(http(200, b"<html>gateway</html>")),
-    "empty body": answer(http(200, b"")),
-    "no choices": answer(http(200, b'{"choices": []}')),
-    "brackets without end": answer(http(200, b"[" * 100_000)),
-    "finish_reason null": answer(http(200, chat(finish_reason=None))),
-    **{
-        f"finish_reason {reason!r}": answer(http(200, chat(finish_reason=reason)))
-        for reason in UNFINISHED_REASONS
-    },
-    "an error beside choices": answer(http(200, b'{"error": {"message": "died"}, ' + chat()[1:])),
-    "an error in the choice": answer(
-        http(200, chat().replace(b'"finish', b'"error": {"code": 502}, "finish'))
-    ),
-    "object error": answer(
-        http(200, b'{"object": "error", "message": "overloaded", ' + chat()[1:])
-    ),
-    "not UTF-8": answer(http(200, chat().replace(b"hi", b"h\xe9"))),
-    "damaged gzip": answer(http(200, b"x" * 9, "Content-Encoding: gzip")),
-    "status 202": answer(http(202, chat())),
-    "finish_reason a list": answer(http(200, chat(finish_reason=["stop"]))),
-}
-
-
-NO_REASON = UNFINISHED["finish_reason null"]
+NO_REASON = answer(http(200, chat(finish_reason=None)))
 NOTHING = answer(http(200, chat("", None)))
 
 
-@pytest.mark.parametrize(
-    "replies, settings",
-    [
-        ([NO_REASON] * 4, {"request_max_attempts": 1, **ENDPOINT}),
-        ([NO_REASON] * 3, {"server_type": "vllm"}),
-        ([NOTHING] * 3, ENDPOINT),
-        ([NOTHING] * 2, {"accept_null_finish_reason": True, **ENDPOINT}),
-        ([UNFINISHED["status 503"], UNFINISHED["reset"]] * 8, {}),
-        ([answer(http(503, b"BadRequestError: 400 404 Unauthorized"))], {}),
-    ],
-)
-def test_a_server_that_comes_back_costs_nothing(replies, settings):
-    assert Outcome(*replies, GOOD, **settings).result == HI
+def told(*replies, **settings):
+    """How many requests were sent, and how the last one ended."""
+    outcome = Outcome(*replies, **settings)
+    ended = outcome.result
+    said = ended.text if isinstance(ended, Completion) else f"{type(ended).__name__}: {ended}"
+    for differs, name in (
+        (r"127\.0\.0\.1:\d+", "SERVER"),
+        (r"for \d+ s", "for SECONDS"),
+        (r"HTTP/1.1 \([^)]+\)", "HTTP/1.1 (WHY)"),
+    ):
+        said = re.sub(differs, name, said)
+    return len(outcome.server.requests), said
+
+
+def page(body):
+    """As of an endpoint whose URL is wrong."""
+    return told(answer(http(200, body)), **ENDPOINT)
+
+
+def refused(status):
+    return told(answer(http(status, b"no way", "Location: /elsewhere")))
+
+
+def limited(error):
+    reply = http(429, json.dumps({"error": error}).encode(), "Retry-After: 1")
+    return told(answer(reply), GOOD)
+
+
+def head(fields):
+    raw = then_close(f"HTTP/1.1 200 OK\r\n{fields}\r\n\r\n".encode())
+    return told(raw, **ENDPOINT), told(raw, raw, GOOD, **ENDPOINT)
+
+
+def addresses(url):
+    """A URL may be the whole address of a path."""
+    url = HiddenUrl(url)
+    paths = ("chat/completions", "completions", "embeddings", "models", "/tokenize")
+    return [str(url.api(path).reveal()) for path in paths], url.may_lack_version
+
+
+def probe(**payload):
+    """It has one word in place of each text, and all else of the request."""
+    before, after = orjson.dumps(payload).split(b"eHh4")
+    return orjson.loads(with_one_word(RequestBody([before, after], [b"xxx"])))
+
+
+test_how_requests_end_and_what_they_are = golden.shows("requests", globals(), {"beside": beside})
 
 
 def test_what_may_pass_is_tried_again():
-    for name, reply in UNFINISHED.items():
+    for name in golden.sections("unfinished_answers"):
+        reply = eval(name)
         outcome = Outcome(reply, GOOD)
         assert outcome.result == HI, name
         counts = (
@@ -332,13 +277,13 @@ async def test_a_request_that_met_a_closed_port_was_not_sent():
     await asyncio.gather(*raw.handlers)
 
 
-@pytest.mark.parametrize("name", ["status 503", "reset", "finish_reason null"])
-def test_a_server_that_answers_nothing_is_waited_for_and_then_the_run_stops(name):
-    outcome = Outcome(UNFINISHED[name])
+@pytest.mark.parametrize("reply", [AWAY, reset, NO_REASON])
+def test_a_server_that_answers_nothing_is_waited_for_and_then_the_run_stops(reply):
+    outcome = Outcome(reply)
     outcome.is_error(ServerUnavailable, "server_patience_seconds=600")
     assert 600 <= sum(outcome.sleeps) <= 630
     probes = sum(body == SHORTEST for _, body in outcome.server.requests)
-    assert (0 if name == "status 503" else 8) <= probes <= 11, "at most one a minute"
+    assert (0 if reply is AWAY else 8) <= probes <= 11, "at most one a minute"
     assert len(outcome.server.requests) == 1 + len(outcome.sleeps) + probes
 
 
@@ -350,54 +295,6 @@ def test_a_server_that_never_gives_a_finish_reason_is_not_believed(settings):
     # A server that is stopping has a minute to be away, and all that time nothing is believed.
     assert 60 <= sum(outcome.sleeps) < 600
     assert outcome.client.outage.answers == 0
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b'{"output": "hi"}',
-        b'{"choices": [{"content": "hi"}]}',
-        b'{"choices": [{"text": "hi", "finish_reason": "stop"}]}',
-        b'{"choices": [{"message": {"content": "hi"}, "finish_reason": 7}]}',
-        b'{"choices": [{"message": {"content": "hi"}}, {"message": {"content": "hi"}}]}',
-        b"[]",
-        b"<!DOCTYPE html>",
-        b'{"done": false}\n{"done": true}',
-        b'data: {"choices": []}',
-    ],
-)
-def test_the_third_answer_of_an_unknown_form_ends_the_run_with_path_and_body(body):
-    outcome = Outcome(answer(http(200, body)), **ENDPOINT)
-    sent = json.dumps(body.decode())[1:-1].replace('\\"', '"')
-    says = (
-        "/v1/chat/completions has sent 3 unusable answers in a row",
-        "correct the endpoint's URL or the proxy",
-    )
-    outcome.is_error(ServerRefused, *says)
-    assert str(outcome.result).strip("'").endswith(sent)
-    assert len(outcome.server.requests) == 3
-
-
-@pytest.mark.parametrize(
-    "head",
-    [
-        "Content-Length: 1\r\nContent-Length: 2",
-        "X: bare\nContent-Length: 0",
-        "X: folded\r\n twice\r\nContent-Length: 0",
-        "Transfer-Encoding: gzip, chunked",
-        "Content-Length : 0",
-    ],
-)
-def test_the_third_answer_of_a_form_that_http_lacks_ends_the_run_with_the_form(head):
-    raw = then_close(f"HTTP/1.1 200 OK\r\n{head}\r\n\r\n".encode())
-    outcome = Outcome(raw, **ENDPOINT)
-    outcome.is_error(
-        ServerRefused,
-        "has sent 3 unusable answers in a row",
-        "gzip" if "gzip" in head else repr(head)[1:-1],
-    )
-    assert len(outcome.server.requests) == 3
-    assert Outcome(raw, raw, GOOD, **ENDPOINT).result == HI
 
 
 async def test_after_the_third_such_answer_only_what_was_in_flight_is_paid():
@@ -545,38 +442,6 @@ async def test_failures_of_a_sick_server_are_no_mark_while_another_one_answers()
                 clock.failed(RetryableError("500"), well, 2)
         else:
             clock.failed(RetryableError("500"), well, 3)
-
-
-SCHEMA = {"properties": {"text": {"type": "string"}}, "required": ["text"]}
-
-
-def test_a_probe_has_one_word_in_place_of_each_text_and_all_else_of_the_request():
-    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,eHh4"}}
-    parts = [{"type": "text", "text": "what is it?"}, picture]
-    payload = {
-        "model": "m",
-        "messages": [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": parts},
-        ],
-        "prompt": ["a", "b"],
-        "input": [[1, 2], [3]],
-        "response_format": {"type": "text", "schema": SCHEMA},
-        "stop": ["text"],
-        "stop_token_ids": [1],
-    }
-    before, after = orjson.dumps(payload).split(b"eHh4")
-    probe = orjson.loads(with_one_word(RequestBody([before, after], [b"xxx"])))
-    assert probe == {
-        **payload,
-        "messages": [
-            {"role": "system", "content": "JSON"},
-            {"role": "user", "content": "JSON"},
-        ],
-        "prompt": ["JSON", "JSON"],
-        "input": ["JSON", "JSON"],
-    }
-    assert [*probe] == [*payload]
 
 
 PROBES = [
@@ -764,17 +629,7 @@ def test_an_answer_that_never_comes_is_given_up(reply, monkeypatch):
 
 @pytest.mark.parametrize(
     "header, low, high",
-    [
-        ("Retry-After: 7", 7, 7),
-        ("Retry-After: 9999", 120, 120),
-        ("Retry-After: -3", 0, 0.5),
-        ("Retry-After: soon", 0, 0.5),
-        ("Retry-After: nan", 0, 0.5),
-        (60, 40, 60),  # a date, so many seconds from now
-        (-60, 0, 0.5),
-        ("Retry-After: 60\r\nRetry-After-Ms: 7000", 7, 7),
-        ('RateLimit: "api";r=0;t=7', 7, 7),
-    ],
+    golden.values("advised_waits", globals()),
 )
 def test_a_wait_that_the_server_asks_for_is_respected(header, low, high):
     if isinstance(header, int):
@@ -998,9 +853,7 @@ async def test_a_slot_is_free_while_its_request_sleeps():
         asleep.set()
         await wake.wait()
 
-    async with talking(
-        UNFINISHED["status 503"], GOOD, sleep=sleep, max_concurrent_generations=1
-    ) as (_, client, _):
+    async with talking(AWAY, GOOD, sleep=sleep, max_concurrent_generations=1) as (_, client, _):
         first = asyncio.create_task(client.complete(BODY))
         await asleep.wait()
         assert (await client.complete(BODY)).text == "hi"
@@ -1041,7 +894,7 @@ async def test_proxies_of_the_environment_are_for_endpoints_only(monkeypatch):
 PROXY = "http://proxy.test:3128"
 
 
-@pytest.mark.parametrize("code", golden.sections("proxies"))
+@golden.rows("proxies")
 def test_the_proxy_of_a_url(code, monkeypatch):
     for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
@@ -1115,13 +968,6 @@ async def test_a_whole_answer_is_thrown_away_where_its_server_is_given_up_in_the
         client.servers.mark_up(target, HiddenUrl(second), None)
         assert (await asking).text == "right"
         assert (client.outage.answers, client.sender.work.resent) == (1, 1)
-
-
-def test_a_header_of_the_request_replaces_the_clients_whatever_its_case():
-    own = {"x-api-key": "a key", "anthropic-version": "2023-06-01"}
-    extras = {"extra_headers": {"Anthropic-version": "2030-01-01"}, "extra_query": {}}
-    _, headers = beside(HiddenUrl("http://host"), own, extras)
-    assert headers == {"x-api-key": "a key", "Anthropic-Version": "2030-01-01"}
 
 
 def test_a_fake_server_that_cannot_start_raises_and_leaves_no_thread():

@@ -13,7 +13,7 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.user_code import statements
 from datatrove_ckpt.user_code.code_identity import code_identity
 from datatrove_ckpt.user_code.statements import digest
-from tests import processes
+from tests import golden, processes
 from tests.user_modules import as_main
 
 SCRIPT = """
@@ -168,18 +168,7 @@ def test_an_edit_in_any_cell_of_a_notebook_is_seen(notebook, pattern, cell, old,
     assert notebook(pattern, edited) != first
 
 
-EDITED = {
-    "a value": ("PROMPT = 'Say '", "PROMPT = 'Sing '"),
-    "a value that is made": ("import os\nPROMPT = os.sep", "import os\nPROMPT = os.sep * 2"),
-    "a table": ("PROMPT = {}\nPROMPT['a'] = 1", "PROMPT = {}\nPROMPT.update(a=2)"),
-    "an import": ("from os import sep as PROMPT", "from os import linesep as PROMPT"),
-    "a function": ("def PROMPT():\n    return 1", "def PROMPT():\n    return 2"),
-    "a class": (
-        "from dataclasses import dataclass\n@dataclass\nclass PROMPT:\n    a: int = 1",
-        "from dataclasses import dataclass\n@dataclass\nclass PROMPT:\n    a: int = 2",
-    ),
-    "an object": ("PROMPT = Words('a')", "PROMPT = Words('b')"),
-}
+EDITED = golden.named("edited_cells", globals())
 CLASS = "class Words:\n    def __init__(self, word):\n        self.word = word"
 ROLLOUT = "async def rollout(document, generate):\n    return await generate({'prompt': PROMPT})"
 

@@ -17,6 +17,7 @@ from datatrove_ckpt.checkpoint.request_cache import (
     RequestCache,
 )
 from datatrove_ckpt.errors import StorageFailed
+from tests import golden
 
 
 def request(ordinal, text="{}"):
@@ -45,29 +46,9 @@ def aside(path):
     return sorted(found.name.partition("Z")[2] for found in path.parent.glob("*.damaged-*"))
 
 
-DAMAGE = {
-    "no database": lambda path: path.write_bytes(b"not a database at all" * 1000),
-    "cut": lambda path: path.write_bytes(path.read_bytes()[:5000]),
-    "a journal alone": lambda path: path.rename(f"{path}-journal"),
-    "a log alone": lambda path: path.rename(f"{path}-wal"),
-    "another schema": lambda path: execute(
-        path, "DROP TABLE request_cache; CREATE TABLE request_cache (a)"
-    ),
-    "a schema that is no text": lambda path: path.write_bytes(
-        path.read_bytes().replace(b"CREATE TABLE request_cache", b"CREATE \xceABLE request_cache")
-    ),
-    "a generated column": lambda path: execute(
-        path, "ALTER TABLE request_cache ADD COLUMN a AS (abs(ordinal))"
-    ),
-}
-
-
-ALONE = {"a log alone": ["-wal"], "a journal alone": ["-journal"]}
-
-
-@pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_cache_is_set_aside_and_said_once(path, log, name):
-    DAMAGE[name](path)
+@golden.rows("damaged_caches")
+def test_a_damaged_cache_is_set_aside_and_said_once(path, log, code):
+    eval(code)
     cache = RequestCache(path)
     for (
         ordinal,
@@ -80,7 +61,7 @@ def test_a_damaged_cache_is_set_aside_and_said_once(path, log, name):
     (said,) = log.said("is damaged")
     assert "WARNING The request cache" in said
     assert "Its answers are requested again." in said
-    assert aside(path) == (ALONE.get(name, [""]))
+    golden.hold("damaged_caches", code, str(aside(path)))
     again = RequestCache(path)
     assert set(again.answers(50)) == {AnswerKey(0, "hash", 0)}
     again.close()

@@ -55,7 +55,7 @@ NOW = datetime.datetime(
 )
 
 
-@pytest.mark.parametrize("code", golden.sections("values"))
+@golden.rows("values")
 def test_a_value_comes_back_equal_and_of_its_type(code):
     value = eval(code)
     back = through(value)
@@ -75,9 +75,7 @@ def test_a_numpy_array_keeps_shape_and_type(value):
     back += 1  # and can be written to
 
 
-@pytest.mark.parametrize(
-    "value", [math.nan, math.inf, -math.inf, np.float64("nan"), {math.nan}, complex(0, math.inf)]
-)
+@pytest.mark.parametrize("value", golden.values("nulls_of_json", globals()))
 def test_what_json_would_turn_into_null_is_kept(value):
     back = through({"x": [value, None]})["x"]
     assert repr(back) == repr([value, None])
@@ -139,39 +137,7 @@ def test_any_plain_document_comes_back_equal(text, metadata):
 # Our adapter returns what datatrove's default one returns, value for value and key for key -------
 
 
-DOCUMENTS = {
-    "text only": Document("text", "id"),
-    "nothing": Document("", ""),
-    "results": Document(
-        "text", "id", metadata={"rollout_results": [RESULT, RESULT], "x": [[{"y": RESULT}]]}
-    ),
-    "values": Document(
-        "text",
-        "id",
-        metadata={
-            "date": datetime.date(2024, 1, 1),
-            "array": np.arange(3),
-            "score": np.float32(0.5),
-            "nan": float("nan"),
-            "set": {1, 2},
-            "bytes": b"\x00",
-            "keys": {1: {2: None}},
-            "$py": ["media", 1],
-            "none": None,
-            "empty": {},
-            "text": "another",
-        },
-    ),
-    "media": Document(
-        "text",
-        "id",
-        media=[
-            Media("m", 0, "https://a.b", media_bytes=b"\xff", metadata={"k": [1]}),
-            Media("n", 1, ""),
-        ],
-        metadata={"inside": Media("o", 2, "", media_bytes=b"\x01")},
-    ),
-}
+DOCUMENTS = golden.named("documents", globals())
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -219,20 +185,7 @@ USUAL = [
     InferenceResult("", None, {"prompt_tokens": 2, "details": None}),
     InferenceResult("$results", "stop", {}),
 ]
-UNUSUAL = [
-    {"found": [InferenceResult("", "stop", {"seconds": math.nan})]},  # NaN in the usage
-    {"found": [InferenceResult("", None, {})], "metadata": {"nan": math.nan}},  # NaN for a null
-    {"found": [RESULT, {"text": "a dict"}]},  # another result
-    {"metadata": {"x": RESULT}},  # a result twice
-    {"found": [{"text": "a dict"}], "metadata": {"x": RESULT}},  # a result elsewhere
-    {"metadata": {"$py": ["result", {}]}},  # a key of ours
-    {"metadata": {"n": 2**70}},  # a large number
-    {"text": ""},
-    {"id": 1},
-    {"id": ""},
-    {"media": [Media("m", 0, "u")]},
-    {"metadata": {"text": "other"}},  # a column of its own name
-]
+UNUSUAL = golden.values("unusual_documents", globals())
 
 
 def finished_document(text="text", id="id", found=USUAL, metadata=None, media=()):

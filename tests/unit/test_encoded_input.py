@@ -64,7 +64,7 @@ def opened(picture, kind):
 NOW = datetime.datetime(2026, 11, 20, 3, 4, 5, 678, tzinfo=datetime.UTC)
 
 
-@pytest.mark.parametrize("code", golden.sections("fingerprints"))
+@golden.rows("fingerprints")
 def test_what_could_be_kept_always_has_the_fingerprint_that_it_always_had(code):
     """As version 0.1.0 wrote them into journals and commits."""
 

@@ -20,7 +20,6 @@ from datatrove_ckpt.config.inference_config import (
 )
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.inference.servers import sglang_launch
-from datatrove_ckpt.inference.servers.server import find_cause, redacted_command
 from datatrove_ckpt.inference.servers.sglang_launch import Hidden
 from datatrove_ckpt.rollouts import PromptRollout
 from tests.golden import hold, sections
@@ -191,28 +190,3 @@ def test_a_models_token_is_no_secret():
     InferenceConfig(
         "vllm", "m", model_kwargs={"hf-token": True, "stop-token": "<|end|>", "max-tokens": "3"}
     )
-
-
-def test_secrets_in_flags_are_not_shown():
-    argv = ("x", "--hf-token=abc", "--max-num-batched-tokens=5", "--seed", "1")
-    assert redacted_command(argv) == "x --hf-token=*** --max-num-batched-tokens=5 --seed 1"
-
-
-@pytest.mark.parametrize(
-    "exit_code, log, cause",
-    [
-        (1, "torch.OutOfMemoryError: CUDA out of memory. Tried", ("GPU's memory is full", False)),
-        (1, "ModuleNotFoundError: No module named 'sglang'", ("datatrove-ckpt[sglang]", True)),
-        (1, "OSError: x is not a valid model identifier", ("no such model", True)),
-        (137, "Loading safetensors", ("SIGKILL", False)),
-        (1, "Segmentation fault", None),
-    ],
-)
-def test_well_known_causes_are_explained(exit_code, log, cause):
-    found = find_cause(exit_code, log)
-    if cause is None:
-        assert found is None
-        return
-    words, permanent = cause
-    assert words in found.text
-    assert found.permanent is permanent

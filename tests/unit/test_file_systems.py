@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-import pytest
-
-from datatrove_ckpt.run_folder.environment_checks import Mount, find_mount, traits
+from datatrove_ckpt.run_folder import environment_checks
+from datatrove_ckpt.run_folder.environment_checks import Mount, traits
 from tests import golden
 
 TEXT = """\
@@ -19,36 +18,10 @@ tmpfs /scratch/inner tmpfs rw 0 0
 """
 
 
-@pytest.mark.parametrize(
-    "path, point, kind",
-    [
-        ("/", "/", "ext4"),
-        ("/scratch2", "/", "ext4"),
-        ("/scratch/a/b", "/scratch", "xfs"),
-        ("/scratch/inner/a", "/scratch/inner", "btrfs"),
-        ("/with space/run", "/with space", "nfs"),
-    ],
-)
-def test_a_path_lies_on_the_deepest_mount_above_it_and_the_last_one_there(path, point, kind):
-    mount = find_mount(Path(path), TEXT)
-    assert (str(mount.point), mount.kind) == (point, kind)
-
-
 def of(kind, options="rw", source="somewhere"):
     return traits(Mount(Path("/m"), kind, source, frozenset(options.split(","))))
 
 
-@pytest.mark.parametrize("code", golden.sections("file_systems"))
-def test_what_is_wrong_with_a_file_system_is_said(code):
-    golden.show("file_systems", code, {"of": of})
-
-
-def test_only_what_outlives_the_machine_lasts_and_only_object_stores_are_unsupported():
-    assert [kind for kind in ("tmpfs", "ramfs", "overlay", "ext4", "nfs4") if of(kind).lasts] == [
-        "ext4",
-        "nfs4",
-    ]
-    assert of("fuse.mountpoint-s3").unsupported
-    assert of("fuse", source="mountpoint-s3").unsupported
-    assert not of("fuse.sshfs").unsupported
-    assert traits(None).lasts
+test_what_is_wrong_with_a_file_system_is_said = golden.shows(
+    "file_systems", globals(), vars(environment_checks)
+)

@@ -62,17 +62,3 @@ def test_a_csv_cell_holds_a_whole_list_and_no_value_of_random_order():
 @pytest.mark.parametrize("name", BY_NAME)
 def test_the_page_of_the_short_form_names_it(name):
     assert f"`{name}`" in Path("docs/cli.md").read_text()
-
-
-@pytest.mark.parametrize(
-    "name, suffix",
-    [
-        ("00000.jsonl.gz", ".jsonl"),
-        ("a.jsonl/0.parquet", ".parquet"),
-        ("a.jsonl/0.txt", None),
-        ("ajsonl", None),
-    ],
-)
-def test_a_format_is_known_by_the_name_of_a_file(name, suffix):
-    found = format_of_file(name)
-    assert (None if found is None else found.suffix) == suffix

@@ -3,6 +3,7 @@ hub, without what does not count.
 """
 
 import json
+from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
@@ -11,83 +12,21 @@ from datatrove_ckpt.cli.short_form import make_executor
 from datatrove_ckpt.run_folder.gpu_layout import layouts
 from datatrove_ckpt.run_folder.run_plan import RunPlan
 from datatrove_ckpt.testing import FakeServer
+from tests import golden
 from tests.yaml_jobs import doctor_lines, write_rows
 
-_LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "torch_dtype": "bfloat16",
-}
-_QWEN2_72B = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "hidden_size": 8192,
-    "num_attention_heads": 64,
-    "num_hidden_layers": 80,
-    "num_key_value_heads": 8,
-    "sliding_window": 131072,
-    "torch_dtype": "bfloat16",
-    "use_sliding_window": False,
-}
-_QWEN3_32B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "head_dim": 128,
-    "hidden_size": 5120,
-    "num_attention_heads": 64,
-    "num_hidden_layers": 64,
-    "num_key_value_heads": 8,
-    "sliding_window": None,
-    "dtype": "bfloat16",
-}
-_MISTRAL_7B = {
-    "architectures": ["MistralForCausalLM"],
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "sliding_window": None,
-    "torch_dtype": "bfloat16",
-}
-_GPT_OSS_20B = {
-    "architectures": ["GptOssForCausalLM"],
-    "head_dim": 64,
-    "hidden_size": 2880,
-    "layer_types": ["sliding_attention", "full_attention"] * 12,
-    "num_attention_heads": 64,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 8,
-    "quantization_config": {"quant_method": "mxfp4"},
-    "sliding_window": 128,
-    "torch_dtype": "bfloat16",
-}
-_DEEPSEEK_V3 = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "hidden_size": 7168,
-    "kv_lora_rank": 512,
-    "num_attention_heads": 128,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 128,
-    "torch_dtype": "bfloat16",
-}
-_WEIGHTS = {
-    "LlamaForCausalLM": 16060522496,
-    "Qwen2ForCausalLM": 145412407296,
-    "Qwen3ForCausalLM": 65524246528,
-    "MistralForCausalLM": 14496047104,
-    "GptOssForCausalLM": 13761264768,
-    "DeepseekV3ForCausalLM": 1369062772000,
-}
+_MODELS = json.loads((Path(__file__).parents[1] / "data/models.json").read_text())
+"""The bytes of their weights, and their configs."""
 _H100 = "81559, Disabled"
 
 
-def write_model(folder, config, **changes):
+def write_model(folder, name, weights=None, **changes):
     folder.mkdir(parents=True)
-    config = {"quantization_config": None, **config, **changes}
-    (folder / "config.json").write_text(json.dumps(config))
-    index = {"metadata": {"total_size": _WEIGHTS[config["architectures"][0]]}}
+    whole, config = _MODELS[name]
+    (folder / "config.json").write_text(
+        json.dumps({"quantization_config": None, **config, **changes})
+    )
+    index = {"metadata": {"total_size": weights or whole}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
@@ -113,49 +52,6 @@ def node(here, monkeypatch, command):
     return doctor
 
 
-def test_a_model_that_fits_one_gpu_is_copied_and_not_divided(node, here):
-    write_model(here / "model", _LLAMA_8B)
-    assert node(8, _H100, "--tp=8") == {
-        "layout": "note: fits 1 GPU (15 GB of weights; a GPU gives 70.3 GB): `replicas: 8`, "
-        "`tp: 1`; `replicas: 1`, `tp: 8` runs fewer copies."
-    }
-    assert node(8, _H100) == {}, "the short form makes eight replicas"
-    halves = node(8, _H100, "--tp=8", "--tasks=2", "--workers=2")
-    assert "`replicas: 4`, `tp: 1`; `replicas: 1`" in halves["layout"]
-    assert node(8, _H100, "--tp=4", "--pp=2") == {}
-
-
-def test_weights_that_do_not_fit_are_divided(node, here):
-    write_model(here / "model", _QWEN2_72B)
-    assert node(4, _H100) == {
-        "layout": "warning: does not fit 1 GPU (135 GB of weights; a GPU gives 70.3 GB). Set "
-        "`tp: 2`."
-    }
-    assert node(1, _H100)["layout"].endswith("a GPU gives 70.3 GB).")
-    quantized = {"quantization_config": {"quant_method": "awq"}}
-    write_model(here / "awq", _QWEN2_72B, **quantized)
-    index = {"metadata": {"total_size": 41_000_000_000}}
-    (here / "awq/model.safetensors.index.json").write_text(json.dumps(index))
-    assert node(1, _H100, model="awq") == {}
-
-
-def test_few_answers_at_once_name_what_makes_room(node, here):
-    """61 GiB of weights leave 9.25 GiB, and a token takes 256 KiB: room for 37,900 tokens."""
-    write_model(here / "model", _QWEN3_32B)
-    long = ("--tp=1", "--max-tokens=3000", "--model-max-context=8192")
-    assert node(2, _H100, *long) == {
-        "KV cache": "note: KV for 9 answers of 4,000 tokens at once (95 % of 40 rows, by "
-        "characters / 4 and max_tokens; 61 GB of weights; a GPU gives 70.3 GB). `model_kwargs: "
-        "{kv_cache_dtype: fp8}` (before a run begins) doubles that. `tp: 2` makes more room."
-    }
-    fp8 = node(1, _H100, *long, "--model-kwargs={kv_cache_dtype: fp8}")["KV cache"]
-    assert "KV for 18 answers" in fp8
-    assert fp8.endswith("70.3 GB).")
-    less = node(1, _H100, *long, "--model-kwargs={gpu-memory-utilization: 0.88}")["KV cache"]
-    assert "KV for 6 answers" in less
-    assert node(1, _H100) == {}, "no length is known"
-
-
 def test_a_context_that_no_row_uses(node, here):
     """Also without a GPU: llama.cpp keeps the room of a whole context for each request."""
     rows = [{"text": "a" * 4000, "id": str(number)} for number in range(97)]
@@ -171,7 +67,7 @@ def test_a_context_that_no_row_uses(node, here):
 
 
 def test_a_sample_has_measured_the_lengths(node, here, command):
-    write_model(here / "model", _QWEN3_32B)
+    write_model(here / "model", "Qwen3 32B")
     with FakeServer() as server:
         server.usage = {"prompt_tokens": 2000, "completion_tokens": 6000}
         job = ("run", "--input", "input.jsonl", "--prompt", "{text}", "--model", "model")
@@ -190,7 +86,7 @@ def test_a_sample_has_measured_the_lengths(node, here, command):
 def test_a_model_in_the_hubs_cache(node, here, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(here / "hub"))
     cached = here / "hub/models--mistralai--Mistral-7B-v0.3"
-    write_model(cached / "snapshots/abc", _MISTRAL_7B)
+    write_model(cached / "snapshots/abc", "Mistral 7B")
     (cached / "refs").mkdir()
     (cached / "refs/main").write_text("abc")
     said = "note: fits 1 GPU (13.5 GB of weights; a GPU gives 19.1 GB): `replicas: 2`, `tp: 1`; "
@@ -200,39 +96,28 @@ def test_a_model_in_the_hubs_cache(node, here, monkeypatch):
     assert found == {"layout": said}
     assert node(2, "24564, [N/A]", *flags, model="mistralai/another") == {}
     # One file, of 32 bits, which an engine loads as 16.
-    write_model(here / "model", _MISTRAL_7B, torch_dtype="float32")
+    write_model(here / "model", "Mistral 7B", torch_dtype="float32")
     (here / "model/model.safetensors.index.json").unlink()
     with (here / "model/model.safetensors").open("wb") as file:
-        file.truncate(2 * _WEIGHTS["MistralForCausalLM"])
+        file.truncate(2 * _MODELS["Mistral 7B"][0])
     assert node(2, "24564, [N/A]", *flags) == {"layout": said}
 
 
-@pytest.mark.parametrize(
-    "config, flag",
-    [
-        (_GPT_OSS_20B, ""),
-        (_DEEPSEEK_V3, ""),
-        ({**_MISTRAL_7B, "sliding_window": 4096}, ""),
-        ({**_LLAMA_8B, "torch_dtype": "float64"}, ""),
-        ({**_LLAMA_8B, "num_hidden_layers": None}, ""),
-        (_LLAMA_8B, "--model-kwargs={quantization: fp8}"),
-        (_LLAMA_8B, "--model-kwargs={kv_cache_dtype: int4_per_token_head}"),
-        (_LLAMA_8B, "--server-type=sglang"),
-    ],
-)
-def test_what_is_not_known_is_not_said(node, here, config, flag):
-    write_model(here / "model", config)
-    assert node(2, _H100, "--tp=2", *filter(None, [flag])) == {}
+@golden.rows("gpu_layouts")
+def test_what_is_said_of_a_model_on_gpus(node, here, code):
+    """By the weights: a Qwen3 of 61 GiB leaves 9.25 GiB of a GPU, and a token takes 256 KiB: room
+    for 37,900 tokens. What is not known is not said.
+    """
 
+    def said(model, gpus, *flags, line=_H100, **changes):
+        write_model(here / "model", model, **changes)
+        return node(gpus, line, *flags)
 
-@pytest.mark.parametrize("line", ["81559, Enabled", "[N/A], Disabled", ""])
-def test_gpus_whose_memory_is_not_known(node, here, line):
-    write_model(here / "model", _LLAMA_8B)
-    assert node(2, line, "--tp=2") == {}
+    golden.show("gpu_layouts", code, {"said": said})
 
 
 def test_tune_tries_the_other_ways_to_use_all_gpus(node, here, command):
-    write_model(here / "model", _QWEN3_32B)
+    write_model(here / "model", "Qwen3 32B")
     with FakeServer() as server:
         server.usage = {"prompt_tokens": 2000, "completion_tokens": 6000}
         job = ["--input=input.jsonl", "--prompt={text}", "--model=model", "--run-folder=run"]
@@ -250,7 +135,7 @@ def test_tune_tries_the_other_ways_to_use_all_gpus(node, here, command):
 
 
 def test_a_sample_without_usage_measures_nothing(node, here, command):
-    write_model(here / "model", _QWEN3_32B)
+    write_model(here / "model", "Qwen3 32B")
     with FakeServer() as server:
         server.usage = {"prompt_tokens": 0, "completion_tokens": 0}
         job = ("run", "--input", "input.jsonl", "--prompt", "{text}", "--model", "model")

@@ -1,6 +1,7 @@
 """Half-written answers go on with their next token: which requests, which servers, which pieces."""
 
 import asyncio
+import re
 from concurrent.futures import Future
 from itertools import chain
 
@@ -118,7 +119,7 @@ def whole(server, *arguments, **more):
 ASKED = chat("text", model="m")
 
 
-@pytest.mark.parametrize("code", golden.sections("half_answers"))
+@golden.rows("half_answers")
 def test_requests_that_may_go_on_and_long_answers(code):
     names = {"may_continue": may_continue, "is_long": is_long, "ASKED": ASKED}
     golden.show("half_answers", code, names)
@@ -201,99 +202,8 @@ def ended_twice(event):
     return end + end
 
 
-LOST = {
-    "the connection breaks": (lambda event: None, [0, 1, 5]),
-    "the server gives it up": (aborted, [1, 5, 9]),
-    "an error": (lambda event: b'data: {"error": {"message": "stops"}}\n\n', [0, 1, 5]),
-}
-
-
-@pytest.mark.parametrize("name", LOST)
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_an_attempt_that_fails_is_continued_by_the_next(server, name, number):
-    expected = whole(server)
-    change, kept = LOST[name]
-    asking = Asking(server)
-    server.change = Once(number + 1, change)
-    assert without_id(asking.answer()) == expected
-    assert server.count(GENERATE) == 3  # one is the probe's
-    # The first event has one id, and the others four.
-    assert asking.work.continued_tokens == kept[number]
-    (rest,) = [p["token_ids"] for path, p in server.requested[-3:] if path == GENERATE]
-    assert len(rest) == 6 + kept[number]
-    if name == "the connection breaks":
-        assert server.generated == 2 * 10 + 10 + [1, 4, 4][number]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda event: b"",  # it ends without an end
-        lambda event: b": still there\n\n" + b'data: {"choices": []}\n\n',
-    ],
-)
-def test_a_stream_without_an_end_is_no_answer(server, change):
-    expected = whole(server)
-    server.change = Once(4, change)
-    asking = Asking(server)
-    assert without_id(asking.answer()) == expected
-    assert asking.work.retries == 1
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda event: {"tokens": [5]},
-        lambda event: {"choices": [{"index": 0, "token_ids": ["5"], "finish_reason": None}]},
-        ended_twice,
-    ],
-)
-def test_a_stream_of_another_form_is_not_used(server, change, log):
-    expected = whole(server)
-    server.change = Once(2, change)
-    assert without_id(Asking(server).answer()) == expected
-    assert log.said("cannot continue an answer")
-
-
-@pytest.mark.parametrize("path", STEPS)
-@pytest.mark.parametrize("status", [400, 403, 404])
-def test_what_a_server_refuses_is_requested_as_a_whole(server, path, status, log):
-    expected = whole(server)
-    asked = []
-
-    def refused(fields):
-        asked.append(path)
-        return status if len(asked) > 1 else fields  # it passes the probe
-
-    if path == GENERATE:
-        server.change = Once(1, lambda event: b'data: {"choices": 1}\n\n')
-    else:
-        server.changed[path] = refused
-    assert without_id(Asking(server).answer()) == expected
-    assert log.said("cannot continue an answer: ")
-
-
 def framed(before, after):
     return lambda event: before + b"data: %b" % orjson.dumps(event) + after
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        framed(b": still there\n", b"\n\n"),
-        framed(b": still there\r\n\r\n", b"\n\n"),
-        framed(b"", b"\r\n\r\n"),
-        framed(b"event: ids\nid: 1\n", b"\nretry: 5\n\n"),
-        framed(b"data:\n\n", b"\n\n"),
-    ],
-)
-def test_no_event_is_lost_between_other_lines(server, change, log):
-    """A gateway adds comments. An event that it hides would be a gap in the answer."""
-    expected = whole(server)
-    server.change = Once(2, change)
-    assert without_id(Asking(server).answer()) == expected
-    assert server.generated == 3 * 10
-    assert not log.said("cannot continue")
 
 
 RENDERED = orjson.dumps(
@@ -336,27 +246,6 @@ def test_a_line_without_an_end_does_not_fill_the_memory():
         half.feed(b" " * 2**19)
 
 
-@pytest.mark.parametrize(
-    "path, changed",
-    [
-        (RENDER, {"sampling_params": {"max_tokens": None}}),
-        (RENDER, {"token_ids": None}),
-        (DERENDER, {"choices": []}),
-        (DERENDER, {"choices": ["text"]}),
-        (DERENDER, {"choices": [{"message": "text"}]}),
-    ],
-)
-def test_an_answer_of_another_form_is_requested_as_a_whole(server, path, changed, log):
-    expected = whole(server)
-
-    def other(fields):
-        return fields if server.count(path) == 1 else {**fields, **changed}  # it passes the probe
-
-    server.changed[path] = other
-    assert without_id(Asking(server).answer()) == expected
-    assert log.said("has another form")
-
-
 def test_more_tokens_than_allowed_are_no_answer(server, log):
     expected = whole(server, max_tokens=4)
 
@@ -367,6 +256,35 @@ def test_more_tokens_than_allowed_are_no_answer(server, log):
     server.change = Once(2, longer)
     assert without_id(Asking(server).answer(max_tokens=4)) == expected
     assert log.said("max_tokens")
+
+
+@golden.rows("broken_half_answers")
+def test_whatever_a_server_sends_the_answer_is_that_of_the_whole_request(server, log, code):
+    """A title is what changes the nth event of a stream, or what a step answers once it has passed
+    the probe. No event is lost between the lines that a gateway adds.
+    """
+
+    def then(path, answer):
+        def changed(fields):
+            if server.count(path) == 1:
+                return fields
+            return {**fields, **answer} if isinstance(answer, dict) else answer
+
+        server.changed[path] = changed
+
+    def once(number, change):
+        server.change = Once(number, change)
+
+    expected = whole(server)
+    eval(code, {**globals(), "once": once, "then": then})
+    asking = Asking(server)
+    assert without_id(asking.answer()) == expected
+    work = asking.work
+    # The first event of a stream has one id, and the others have four.
+    sent = [len(p["token_ids"]) for path, p in server.requested if path == GENERATE]
+    said = [re.sub(r": \w+Error\(.*", "", line) for line in log.said("cannot continue")]
+    found = f"streams of {sent}, {work.retries} retries, {work.continued_tokens} tokens kept"
+    golden.hold("broken_half_answers", code, "\n".join([found, *said]), SERVER=server.url)
 
 
 def test_what_the_steps_cannot_answer_is_requested_as_a_whole(server):

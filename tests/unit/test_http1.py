@@ -29,25 +29,7 @@ def encoded(coding, body):
 
 
 ANSWERS = golden.sections("http1")
-BAD = {
-    "another protocol": b"SSH-2.0-OpenSSH\r\n\r\n",
-    "HTTP/2": b"HTTP/2 200 OK\r\n\r\n",
-    "no status": b"HTTP/1.1 OK\r\n\r\n",
-    "a line break alone": b"HTTP/1.1 200 OK\nContent-Length: 1\r\n\r\nx",
-    "a folded line": b"HTTP/1.1 200 OK\r\nA: b\r\n c\r\nContent-Length: 1\r\n\r\nx",
-    "a space before the colon": b"HTTP/1.1 200 OK\r\nContent-Length : 1\r\n\r\nx",
-    "two lengths": b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nxy",
-    "too long": b"HTTP/1.1 200 OK\r\nContent-Length: 999999999999\r\n\r\n",
-    "gzip in chunks": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n",
-    "chunked twice": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n",
-    "chunks in HTTP/1.0": b"HTTP/1.0 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-    "no chunk size": CHUNKED + b"\r\na\r\n",
-    "a body of an interim response": b"HTTP/1.1 104 X\r\nContent-Length: 2\r\n\r\n{}" + EMPTY,
-    "a bad interim response": b"HTTP/1.1 100 Continue\r\nA : b\r\n\r\n" + EMPTY,
-    "a bad chunk size": CHUNKED + b"0x1\r\na\r\n",
-    "a chunk that is too long": CHUNKED + b"1\r\nab\r\n0\r\n\r\n",
-    "a nul": b"HTTP/1.1 200 OK\r\nA: \0\r\nContent-Length: 1\r\n\r\nx",
-}
+BAD = golden.named("bad_http1", globals())
 
 
 def feed(pieces):

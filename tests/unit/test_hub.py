@@ -48,9 +48,7 @@ def folder_of(url):
     return folder
 
 
-@pytest.mark.parametrize("code", golden.sections("hub"))
-def test_a_url_names_a_folder_and_what_no_retry_can_help_is_known(code):
-    golden.show("hub", code, globals())
+test_a_url_names_a_folder_and_what_no_retry_can_help_is_known = golden.shows("hub", globals())
 
 
 def test_waiting_that_the_hub_asked_for_costs_no_patience():

@@ -62,7 +62,7 @@ def resumed(reader, read):
 # No documents ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("code", golden.sections("unreadable"))
+@golden.rows("unreadable")
 def test_an_input_that_cannot_be_read_is_an_error_that_shows_it(tmp_path, code):
     def read(files, reader=JsonlReader, **options):
         for name, content in files.items():
@@ -216,16 +216,7 @@ STREAMS = [
     lzma.compress(b"".join(LINES[:count]), check=check)
     for count, check in ((0, lzma.CHECK_CRC32), (1, lzma.CHECK_NONE), (2000, lzma.CHECK_SHA256))
 ]
-PADDED = {
-    "one stream": (STREAMS[:1], False),
-    "streams alone": (STREAMS, False),
-    "padding at the end": ([*STREAMS, bytes(40)], False),
-    "padding before the last": ([*STREAMS, bytes(4), STREAMS[1], bytes(8)], True),
-    "padding before the second": ([STREAMS[0], bytes(4096), *STREAMS], True),
-    "no xz": ([b"YZ" * 20], False),
-    "zeros": ([bytes(100)], False),
-    "cut off": ([STREAMS[2][:-5]], False),
-}
+PADDED = golden.named("padded_streams", globals())
 
 
 @pytest.mark.parametrize("parts, is_padded", PADDED.values(), ids=PADDED)

@@ -113,7 +113,7 @@ def short_form():
     )
 
 
-@pytest.mark.parametrize("code", golden.sections("k8s"))
+@golden.rows("k8s")
 def test_what_is_printed_is_as_the_api_wants_it(command, log, code):
     set_up, flags = eval(code)
     set_up()
@@ -160,7 +160,7 @@ def a_key():
     on_volume("k8s_key.rollout")
 
 
-@pytest.mark.parametrize("code", golden.sections("k8s_refused"))
+@golden.rows("k8s_refused")
 def test_what_cannot_work_is_refused(command, code):
     set_up, flag = eval(code)
     set_up()
@@ -213,6 +213,6 @@ def test_a_hub_that_is_away_before_a_worker_starts_does_not_fail_the_job(command
     command("run", "job.yaml", code=2)
 
 
-@pytest.mark.parametrize("code", golden.sections("exit_codes"))
-def test_exit_codes_of_a_worker_are_told_apart(code):
-    golden.show("exit_codes", code, {**globals(), "code_of_rank": code_of_rank})
+test_exit_codes_of_a_worker_are_told_apart = golden.shows(
+    "exit_codes", globals(), {"code_of_rank": code_of_rank}
+)

@@ -13,6 +13,7 @@ from datatrove_ckpt.checkpoint.run_limits import Limits, RunTotals
 from datatrove_ckpt.common.counts import DocumentCounts, WorkCounts
 from datatrove_ckpt.generation import limit_watch
 from datatrove_ckpt.generation.limit_watch import LimitWatch, RunReader
+from tests import golden
 
 SEEDS = 20
 LOOK, TICK = 0.1, 0.02
@@ -128,14 +129,7 @@ class Run:
 
 @pytest.mark.parametrize(
     "job",
-    [
-        {"limit": 200, "places": 20},
-        {"limit": 200, "places": 300},
-        {"limit": 400, "places": 40, "is_slow": True},
-        {"limit": 400, "places": 10, "tasks": 4},
-        {"limit": 400, "places": 10, "processes": 4, "is_slow": True},
-        {"limit": 400, "places": 40, "spread": 0},
-    ],
+    golden.values("simulated_limits", globals()),
     ids=str,
 )
 def test_a_limit_holds_and_the_places_stay_full(monkeypatch, job):

@@ -8,17 +8,9 @@ import pytest
 
 from datatrove_ckpt.output.document_codec import encode
 from datatrove_ckpt.readers import JsonlReader
+from tests import golden
 
-LINES = [
-    b'{"text":"a","x":NaN,"y":[1,{"z":-Infinity}]}',  # NaN
-    b'{"text":"a","x":Infinity}',  # infinity
-    b'{"text":"a","x":NaN,"n":123456789012345678901234567890}',  # beyond 64 bits and NaN
-    b'{"text":"a\\ud800b","x":["\\udfff"]}',  # a lone surrogate
-    b'{"text":"a","x\\ud800":1}',  # a lone surrogate in a name
-    b'{"text":"\\ud83d\\ude00 \\ud83d"}',  # a pair of surrogates
-    b'{"text":"NaN \\\\u","x":NaN}',  # NaN in a text
-    b'{"text":"a","x":%b}' % (b"[" * 252 + b"]" * 252),  # as deep as can be written
-]
+LINES = golden.values("lines_of_others", globals())
 
 
 def as_read(value):

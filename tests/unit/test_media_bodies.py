@@ -17,6 +17,7 @@ from datatrove_ckpt.inference.client.http1 import Response, Transport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.rollouts import media_part
 from datatrove_ckpt.rollouts.media import split_media
+from tests import golden
 from tests.jobs import chat
 
 DATA = b"\x89PNG\r\n\x1a\n" + random.Random(0).randbytes(5_000_000)
@@ -197,20 +198,7 @@ async def test_large_documents_wait_for_bytes_and_small_ones_do_not():
     await third
 
 
-CGROUPS = {
-    "v2": (
-        "0::/a/b\n",
-        {"a/b/memory.max": "max\n", "a/memory.max": "5000\n", "memory.max": "9000\n"},
-        5000,
-    ),
-    "v1": (
-        "3:cpu:/x\n2:memory:/a\n",
-        {"memory/a/memory.limit_in_bytes": "7000\n", "x/memory.max": "1"},
-        7000,
-    ),
-    "container": ("0::/\n", {"memory.max": "6000\n"}, 6000),
-    "namespace": ("0::/../..\n", {"memory.max": "6000\n"}, 6000),
-}
+CGROUPS = golden.named("cgroups", globals())
 
 
 @pytest.mark.parametrize("name", CGROUPS)

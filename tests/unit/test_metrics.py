@@ -5,7 +5,6 @@ import re
 import socket
 from dataclasses import replace
 
-from datatrove_ckpt import __version__
 from datatrove_ckpt.common.counts import METRICS, InputPosition
 from datatrove_ckpt.generation.prometheus import (
     PREFIX,
@@ -17,40 +16,6 @@ __all__ = ["host"]  # fixtures
 
 
 # names and text ----------------------------------------------------------------------------------
-
-
-def test_the_text_says_what_the_rank_did():
-    found = samples(exposition([metrics()]).decode(), run="my run", rank="3")
-    expected = {
-        f"rank_info node7 4711_5 {__version__}": 1,
-        "rank_state starting": 0,
-        "rank_state running": 1,
-        "rank_documents written": 35,
-        "rank_documents dropped": 3,
-        "rank_documents dead": 2,
-        "rank_tokens prompt": 500,
-        "rank_tokens completion": 250,
-        "rank_answers all": 60,
-        "rank_answers cut_off": 2,
-        "rank_answers empty": 0,
-        "rank_answers looping": 4,
-        "rank_finish_reasons stop": 57,
-        "rank_finish_reasons odd": 1,
-        "input_done_ratio": 0.25,
-        "tasks_with_input": 9,
-        "rank_cost": 1.5,
-        "documents_total": 7,
-        "requests_total answered": 12,
-        "requests_total failed": 2,
-        "requests_in_flight": 5,
-        "requests_waiting": 6,
-        "documents_in_progress": 8,
-        "request_errors_total timeout": 2,
-        "request_errors_total HTTP 503": 3,
-        "request_retries_total error": 4,
-        "request_retries_total server_lost": 1,
-    }
-    assert {name: found[name] for name in expected} == expected
 
 
 def test_every_metric_is_shown_and_each_family_once_for_all_ranks():

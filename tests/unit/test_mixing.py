@@ -139,7 +139,7 @@ def test_a_source_that_has_ended_is_not_asked_for_its_state():
         assert list(resumed) == whole[stop:]
 
 
-@pytest.mark.parametrize("code", golden.sections("states_of_mixes"))
+@golden.rows("states_of_mixes")
 def test_states_of_other_weights_or_seeds_are_refused(code):
     one = mix()
     next(iter(one))

@@ -211,9 +211,9 @@ def by_s3(kind, code, status):
     return error
 
 
-@pytest.mark.parametrize("code", golden.sections("errors_of_storage"))
-def test_which_errors_are_permanent(code):
-    golden.show("errors_of_storage", code, {**globals(), "STORAGE": retrying.STORAGE})
+test_which_errors_are_permanent = golden.shows(
+    "errors_of_storage", globals(), {"STORAGE": retrying.STORAGE}
+)
 
 
 class Uploads:

@@ -80,16 +80,7 @@ ALL = ("quotas", "wait")
 
 @pytest.mark.matrix(
     "made, minutes, share, refused",
-    [
-        ({"requests": 60, "shows": ALL}, 3, 0.95, 0),
-        ({"requests": 60, "shows": ALL, "window": True}, 10, 0.95, 0),
-        ({"requests": 60, "shows": ("wait",)}, 10, 0.95, 0.3),
-        ({"requests": 60, "shows": ("wait",), "window": True}, 10, 0.95, 0.2),
-        ({"requests": 60}, 10, 0.95, 0.3),
-        ({"requests": 5, "shows": ALL}, 30, 0.95, 0.1),
-        ({"requests": 5}, 30, 0.95, 5),
-        ({"tokens": (2000, 120_000), "shows": ALL}, 10, 0.9, 0.2),
-    ],
+    golden.values("simulated_providers", globals()),
 )
 def test_a_providers_rate_is_used_and_few_requests_are_refused(
     in_virtual_time, made, minutes, share, refused
@@ -142,7 +133,7 @@ def test_a_server_that_fails_at_everything_takes_little_of_another_ones_time(
         assert sum("It gets few requests from now on" in line for line in log) == 1
 
 
-@pytest.mark.parametrize("code", golden.sections("quotas"))
+@golden.rows("quotas")
 def test_quotas_of_providers_are_read(code):
     def shown(fields):
         return list(quotas(fields)), retry_after(fields)
@@ -188,25 +179,6 @@ def test_two_clients_of_an_endpoint_that_shows_metrics_take_no_longer_than_one(i
 
 
 # What is said, and open files --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "settings, said",
-    [
-        ({"server_type": "vllm"}, "auto: as the engine's queue and KV cache allow"),
-        (
-            {"server_type": "vllm", "replicas": 8, "max_concurrent_generations": 200},
-            "up to 1,600 at once",
-        ),
-        ({"server_type": "dummy", "max_concurrent_generations": 7}, "up to 7 at once"),
-        (
-            {"server_type": "endpoint", "endpoint_url": "http://a"},
-            "auto: starts with 16, follows the server's answers, limits and metrics",
-        ),
-    ],
-)
-def test_what_will_be_in_flight_is_said(settings, said):
-    assert InferenceConfig(model_name_or_path="m", **settings).places == said
 
 
 @pytest.mark.parametrize("servers", [1, 8, 40])

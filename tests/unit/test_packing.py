@@ -28,23 +28,6 @@ def tokens(samples):
     return [sample["input_ids"].tolist() for sample in samples]
 
 
-def test_rows_are_cut_into_samples_of_one_length_and_the_end_is_dropped_or_filled_up():
-    rows = rows_of([3, 1, 5, 2])
-    for options, samples in (
-        ({}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
-        ({"pad": -1}, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, -1]]),
-        (
-            {"pad": -1, "separator": 99},
-            [[0, 1, 2, 99], [3, 99, 4, 5], [6, 7, 8, 99], [9, 10, 99, -1]],
-        ),
-    ):
-        assert tokens(Pack(Rows(rows), 4, **options)) == samples
-    assert tokens(Pack(Rows([[], [1], [], [], [2], []]), 4, separator=9)) == [[1, 9, 2, 9]], (
-        "none after an empty row"
-    )
-    assert tokens(Pack(Rows(rows), 100)) == tokens(Pack(Rows([]), 4, pad=-1)) == []
-
-
 @settings(max_examples=40)
 @given(st.lists(st.integers(0, 23), max_size=12), st.integers(1, 9), st.booleans())
 def test_no_token_is_lost_or_moved(lengths, length, pads):
@@ -57,31 +40,11 @@ def test_no_token_is_lost_or_moved(lengths, length, pads):
     assert len(whole) - len(got) < (1 if pads else length)
 
 
-def test_several_columns_are_cut_at_the_same_places():
-    rows = [
-        {"input_ids": [1, 2, 3], "mask": [0, 1, 1], "text": "a"},
-        {"input_ids": [4, 5], "mask": [1, 0]},
-    ]
-    pack = Pack(
-        Rows(rows),
-        3,
-        ["input_ids", "mask"],
-        separator={"input_ids": 9, "mask": 1},
-        pad={"input_ids": 8, "mask": 0},
-    )
-    samples = list(pack)
-    assert tokens(samples) == [[1, 2, 3], [9, 4, 5], [9, 8, 8]]
-    assert [sample["mask"].tolist() for sample in samples] == [[0, 1, 1], [1, 1, 0], [1, 0, 0]]
+def lists(pack):
+    return [{name: column.tolist() for name, column in sample.items()} for sample in pack]
 
 
-def test_positions_begin_again_in_each_row_and_each_sample():
-    samples = list(Pack(Rows(rows_of([3, 7, 1, 2])), 5, pad=-1, positions=True))
-    assert [sample["position_ids"].tolist() for sample in samples] == [
-        [0, 1, 2, 0, 1],
-        [0, 1, 2, 3, 4],
-        [0, 0, 1, 0, 1],
-    ]
-    assert all(set(sample) == {"input_ids", "position_ids"} for sample in samples)
+test_rows_are_cut_into_samples_of_one_length = golden.shows("packs", globals())
 
 
 def test_lists_arrays_and_plain_rows_give_the_same_integers():
@@ -107,7 +70,7 @@ def test_values_with_fractions_keep_their_type_through_a_state():
     assert last["weight"].tolist() == whole[1]["weight"].tolist()
 
 
-@pytest.mark.parametrize("code", golden.sections("states_of_packs"))
+@golden.rows("states_of_packs")
 def test_states_of_another_setting_class_epoch_or_worker_are_refused(code):
     pack, of_epoch_4 = (Pack(Rows(rows_of([9])), 4) for _ in range(2))
     next(iter(pack))

@@ -13,6 +13,7 @@ from datatrove_ckpt.output.chunk_writing import ChunkWriter, ColumnTypes
 from datatrove_ckpt.output.document_codec import decode_rows, encode
 from datatrove_ckpt.output.file_managers import StagedFiles
 from datatrove_ckpt.output.file_names import FileNames
+from tests import golden
 
 VECTORS = np.random.default_rng(0).random((200, 8), dtype=np.float32)
 SCHEMA = pa.schema([("id", pa.string()), ("n", pa.int64()), ("vector", pa.list_(pa.float32(), 8))])
@@ -30,22 +31,7 @@ class ClosesByName(ParquetWriter):
         super().close_file(filename)
 
 
-SETTINGS = {
-    "defaults": {},
-    "columns": {"expand_metadata": True, "compression": "zstd", "batch_size": 7},
-    "many files": {"max_file_size": 2_000, "batch_size": 20, "write_page_index": False},
-    "adapter, one batch": {"adapter": adapter, "compression": "gzip", "batch_size": 0},
-    "schema": {"schema": SCHEMA, "expand_metadata": True},
-    "media": {
-        "save_media_bytes": True,
-        "use_content_defined_chunking": {"min_chunk_size": 512, "max_chunk_size": 2048},
-    },
-    "folders": {
-        "output_filename": "${half}/${rank}_chunk_${chunk_index}.parquet",
-        "max_file_size": 2_000,
-        "batch_size": 20,
-    },
-}
+SETTINGS = golden.named("settings_of_parquet", globals())
 
 
 def documents(vectors):

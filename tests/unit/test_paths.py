@@ -11,6 +11,7 @@ from datatrove_ckpt.common.redaction import refuse_variables
 from datatrove_ckpt.config.engines import resolve_model_path
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
+from tests import golden
 from tests.jobs import documents, runner
 from tests.yaml_jobs import endpoint, job_yaml
 
@@ -50,16 +51,7 @@ def odd_names(folder):
 
 @pytest.mark.parametrize(
     "places, message",
-    [
-        ({"data": "$SCRATCH/in"}, "/$SCRATCH/in' contains $SCRATCH"),
-        ({"output": "${SCRATCH}/out"}, "/${SCRATCH}/out' contains ${SCRATCH}"),
-        ({"logs": "a/~/logs"}, "only a ~ at the beginning"),
-        (
-            {"checkpoints": "$UNSET_HERE/checkpoints"},
-            "the environment variable UNSET_HERE is not set on",
-        ),
-        ({"checkpoints": "~nobody-of-this-name/b"}, "there is no such home folder"),
-    ],
+    golden.values("paths_that_nothing_expands", globals()),
 )
 def test_a_path_that_nothing_expands_is_an_error_and_no_folder(folder, capsys, places, message):
     assert run(**places) in (1, 2)

@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from datatrove_ckpt.common.formatting import seconds_of
 from datatrove_ckpt.torch.policies import daly
 
 HOUR = 3600.0
@@ -26,11 +25,3 @@ def test_dalys_interval_is_the_most_efficient(cost):
     scanned = [best * 1.001**step for step in range(-700, 700)]
     most = max(scanned, key=lambda each: efficiency(each, cost, 6 * HOUR))
     assert most == pytest.approx(best, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    "text, seconds",
-    [("6h", 21600), ("90m", 5400), ("90min", 5400), ("1.5d", 129600), ("30 s", 30), ("140", 140)],
-)
-def test_times_have_units(text, seconds):
-    assert seconds_of(text) == seconds

@@ -8,15 +8,15 @@ import pytest
 import yaml
 from datatrove.data import Document
 
+from datatrove_ckpt import rollouts
 from datatrove_ckpt.generation.recorded_requests import unsent_prompts
 from datatrove_ckpt.rollouts import (
     BatchRollout,
-    ChunkedRollout,
-    CompletionRollout,
     PromptRollout,
     chat,
 )
 from datatrove_ckpt.run_folder.environment_checks import check_prompts
+from tests import golden
 
 
 def own_text(seed, length):
@@ -40,44 +40,6 @@ def documents(number, length=300):
 # the beginning and the end -----------------------------------------------------------------------
 
 
-def test_a_beginning_that_all_prompts_share_is_said_with_its_share():
-    instruction = "Résumé: 总结 😀 " * 20
-    prompts = [f"{instruction}{index:02}{own_text(index, 258)}" for index in range(100)]
-    assert said(prompts) == {
-        "prompts": "520 characters on average; the first 260 (50.0 %) are the same in all 100: a prefix "
-        "cache computes them once."
-    }
-
-
-def test_an_instruction_after_the_document_is_said_with_what_its_move_would_save():
-    instruction = "Now write a summary of this. " * 10
-    prompts = [own_text(index, 870) + instruction for index in range(20)]
-    assert said(prompts) == {
-        "end of prompts": "the last 290 characters of all 20 prompts are the same. Before the text that "
-        "differs, a prefix cache would save 25.0 % of each prompt."
-    }
-
-
-@pytest.mark.parametrize(
-    "prompts",
-    [
-        [],
-        ["one document " * 100],
-        ["one document " * 100, "", ""],
-        ["Say: rain", "Say: snow"],
-        [f"{'b' * 80}{own_text(index, 2000)}" for index in range(9)],
-        [f"{index}{own_text(index, 900)}" for index in range(9)],
-    ],
-)
-def test_where_there_is_nothing_to_say_nothing_is_said(prompts):
-    assert said(prompts) == {}
-
-
-def test_equal_prompts_are_a_beginning_and_neither_an_end_nor_apart():
-    assert list(said(["one document " * 10_000] * 50)) == ["prompts"]
-    assert "first 650 (100 %) are the same in all 2:" in said(["one document " * 50] * 2)["prompts"]
-
-
 # the order ---------------------------------------------------------------------------------------
 
 
@@ -86,11 +48,14 @@ def questions(places):
     return [f"{'i' * 300}{own_text(place, 6000)}Q{at}" for at, place in enumerate(places)]
 
 
-def test_rows_that_share_a_text_and_are_apart_are_said_with_their_distance():
-    found = said(questions([*range(100), *range(30)]))
-    assert found["order"].startswith(
-        "30 of the first 130 prompts share 6,001 characters with an earlier prompt, 100 rows before (averages), "
-    )
+def order(places, servers=1):
+    """What is said beside the beginning that all share."""
+    found = said(questions(places), servers)
+    found.pop("prompts", None)
+    return found
+
+
+test_what_is_said_of_prompts = golden.shows("said_of_prompts", globals())
 
 
 def test_the_line_that_the_advice_names_sorts_the_rows(here):
@@ -101,37 +66,12 @@ def test_the_line_that_the_advice_names_sorts_the_rows(here):
     assert duckdb.sql(query).fetchall() == [("a",), ("b",), ("b",)]
 
 
-@pytest.mark.parametrize(
-    "places, servers",
-    [
-        (sorted([*range(100)] * 2), 1),
-        ([*range(50)] * 2, 1),
-        (sorted([*range(50)] * 2) * 2, 1),
-        ([*range(100)] * 2, 2),
-        ([*range(100), 0], 1),
-        ([*range(100)], 1),
-    ],
-)
-def test_an_order_that_costs_nothing_is_not_mentioned(places, servers):
-    assert "order" not in said(questions(places), servers)
-
-
-def test_two_questions_about_a_text_that_fills_a_cache_are_neighbours():
-    prompts = [own_text(index // 2, 500_000) + "?" * index for index in range(6)]
-    assert "order" not in said(prompts)
-
-
 # prompts that are not sent -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "rollout_fn",
-    [
-        PromptRollout("Sum up: {text}", system_prompt="You are brief. " * 20),
-        PromptRollout("Sum up: {text}", "You are brief. " * 20, choice=["a", "b"], engine="vllm"),
-        ChunkedRollout("{text}", system_prompt="You are brief. " * 20, max_chars_per_part=100),
-        CompletionRollout("You are brief. " * 20 + "{text}"),
-    ],
+    golden.values("rollouts_that_share", vars(rollouts)),
 )
 def test_the_prompts_of_ready_made_rollouts_are_known_without_a_request(rollout_fn):
     prompts = prompts_of(rollout_fn, documents(20))

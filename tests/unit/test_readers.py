@@ -468,7 +468,7 @@ def after(folder, change):
     resume(folder, state)
 
 
-@pytest.mark.parametrize("code", golden.sections("resumes"))
+@golden.rows("resumes")
 def test_an_input_that_is_no_continuation_is_refused(six, code, monkeypatch):
     monkeypatch.setattr(inputs._thread, "readings", [inputs.Reading()])
     error = golden.refuse("resumes", code, {**globals(), "six": six}, FOLDER=six)

@@ -14,7 +14,6 @@ from datatrove_ckpt.common.redaction import (
     excerpt,
     is_secret,
     is_surely_secret,
-    log_text,
     may_hold_secret,
     redact,
     remember,
@@ -68,14 +67,17 @@ def test_a_value_of_an_address_is_hidden_and_no_reason_to_refuse_a_module():
     assert not may_hold_secret("model of my-deployment")
 
 
+def opened_by(name):
+    """What opens a URL is hidden wherever it is shown: ids of documents are often signed URLs."""
+    return redact(f"document https://host/a.pdf?page=7&{name}=s3cret%2Bs3cret&more=1, the oldest")
+
+
 def verdict(name, value):
     """What is refused is hidden, too."""
     return {"hidden": is_secret(name, value), "refused": is_surely_secret(name, value)}
 
 
-@pytest.mark.parametrize("code", golden.sections("secrets"))
-def test_one_classifier_with_two_thresholds(code):
-    golden.show("secrets", code, {"verdict": verdict})
+test_one_classifier_with_two_thresholds = golden.shows("secrets", globals())
 
 
 def test_the_hash_of_a_secret_is_slow_and_keyed_like_the_mirror(
@@ -134,21 +136,7 @@ def test_of_the_secrets_that_were_sent_the_latest_are_hidden():
 
 @pytest.mark.parametrize(
     "quoted",
-    [
-        "Ab3/d+G7=",
-        "Ab3\\/d+G7=",
-        "Ab3%2Fd%2BG7%3D",
-        "Ab3%2fd%2bG7%3d",
-        "Ab3/d\\u002BG7=",
-        "Ab3&#x2F;d+G7=",
-        "\\u0041\\u0062\\u0033\\u002f\\u0064\\u002B\\u0047\\u0037\\u003D",
-        "\\\\u0041b3/d+G7=",
-        "\\x41\\x62\\x33\\x2f\\x64\\x2B\\x47\\x37\\x3D",
-        "\\u{41}b3/d+G7=",
-        "%41%62%33%2F%64%2B%47%37%3D",
-        "Ab3%252Fd%252BG7%253D",
-        "&#65;&#98;3&#47;d+G7=",
-    ],
+    golden.values("quoted_keys", globals()),
 )
 def test_a_key_is_hidden_however_a_server_writes_it(quoted):
     Secret("Ab3/d+G7=").reveal()
@@ -166,26 +154,7 @@ def test_an_error_that_repeats_a_key_hundreds_of_times_shows_no_part_of_it(most)
             assert shown
 
 
-def test_foreign_text_does_nothing_to_a_terminal_and_makes_no_line_of_its_own():
-    text = "a\r\n2026-01-01 | ERROR | b\x1b]0;c\x07\x1b[2J\x9b1m\u202ed\u2028e\rf\x7f\t\ud800é"
-    assert log_text(text) == (
-        "a\n  2026-01-01 | ERROR | b\\u001b]0;c\\u0007\\u001b[2J\\u009b1m\\u202ed\\u2028e\\u000df\\u007f\t\\ud800é"
-    )
-
-
-MAYBE = [
-    ("prompt", "Give a basic understanding of it.", "Give a basic explanation of it."),
-    ("extra_headers", {"X-Model": "large"}, {"X-Model": "small"}),
-    ("text_key", "body-of-it", "head-of-it"),
-    ("KEYWORD", "description", "observation"),
-    ("SECRET", "The butler did it.", "The gardener did it."),
-    ("PASSWORD", "COCOLOCO", "WAVELENGTH"),
-    ("PASSWORD", 3, 99),
-    ("SECRETS", ["the red fox"], ["the old cat"]),
-    ("secret", "You\nare\na\nclerk", "You\nare\na\npirate"),
-    ("prompt", "Name sk-series-2024-laptop-blue.", "Name sk-series-2025-fridge-green."),
-    ("url", "abfs://one@account.example/x", "abfs://two@account.example/x"),
-]
+MAYBE = golden.values("possible_secrets", globals())
 
 
 @pytest.mark.parametrize("name, old, new", MAYBE)
@@ -202,25 +171,3 @@ def test_a_setting_that_holds_a_secret_of_the_environment_is_hashed(
     clean = fields_without_secrets({"shared_context": ["as a-long-canary says", "a text"]})
     assert "canary" not in str(clean)
     assert "a text" in str(clean)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "X-Amz-Signature",
-        "X-Goog-Signature",
-        "X-Amz-Security-Token",
-        "sig",
-        "signature",
-        "token",
-        "access_token",
-    ],
-)
-def test_what_opens_a_url_is_hidden_wherever_it_is_shown(name):
-    """Ids of documents are often signed URLs."""
-    shown = redact(f"document https://host/a.pdf?page=7&{name}=s3cret%2Bs3cret&more=1, the oldest")
-    assert shown == f"document https://host/a.pdf?page=7&{name}=***&more=1, the oldest"
-    assert (
-        redact("What is a signature? token=short for it")
-        == "What is a signature? token=short for it"
-    )

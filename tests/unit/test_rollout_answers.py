@@ -59,12 +59,12 @@ def answer(rollout, *answers):
 # what the engines are asked, and what is valid ---------------------------------------------------
 
 
-@pytest.mark.parametrize("code", golden.sections("valid_answers"))
-def test_each_engine_gets_its_own_fields_and_a_valid_answer_loses_what_surrounds_it(code):
-    golden.show("valid_answers", code, globals())
+test_each_engine_gets_its_own_fields_and_a_valid_answer_loses_what_surrounds_it = golden.shows(
+    "valid_answers", globals()
+)
 
 
-@pytest.mark.parametrize("code", golden.sections("invalid_answers"))
+@golden.rows("invalid_answers")
 def test_an_invalid_answer_fails_with_what_is_wrong(code):
     golden.refuse("invalid_answers", code, globals())
 
@@ -175,7 +175,7 @@ def test_a_parameter_of_other_servers_is_no_typing_error():
 SCORED = {"text": GOOD, "finish_reason": "stop", "score": 8.0}
 
 
-@pytest.mark.parametrize("code", golden.sections("answers_under_a_name"))
+@golden.rows("answers_under_a_name")
 @pytest.mark.parametrize("number", [1, 2])
 def test_what_stands_under_the_name_of_the_answers(code, number, tmp_path, server):
     names = {**vars(rollouts), "InferenceResult": InferenceResult, "PathResult": PathResult}

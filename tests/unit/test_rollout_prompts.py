@@ -39,32 +39,22 @@ def content(rollout, given):
 EARLIER = {"summary": {"moods": ["good", "bad"]}, "rollout_results": [{"text": "é"}]}
 
 
-@pytest.mark.parametrize("code", golden.sections("prompts"))
-def test_keys_of_the_metadata_and_parts_of_their_values_are_filled_in(code):
+@golden.rows("prompts")
+def test_keys_of_the_metadata_and_parts_of_their_values_are_filled_in(code, words):
     given = document(title="Rain", year=1854, **EARLIER)
     given.metadata |= {"a.b": "dot", "a-b c": "hyphen", "of-all": {"x y": "of all"}, "null": None}
     given.metadata["text"] = "not this one"
-    golden.show("prompts", code, {**globals(), "sent": lambda rollout: asked(rollout, given)})
+    golden.show(
+        "prompts",
+        code,
+        {**globals(), "words": words, "sent": lambda rollout: asked(rollout, given)},
+    )
 
 
 # lists of messages -------------------------------------------------------------------------------
 
 USER = {"role": "user", "content": "Why?"}
 SYSTEM = {"role": "system", "content": "Be kind."}
-BRIEF = {"role": "system", "content": "Be brief."}
-
-
-@pytest.mark.parametrize(
-    "system_prompt, given, sent",
-    [
-        (None, [USER, SYSTEM, USER], [USER, SYSTEM, USER]),
-        ("Be brief.", [USER], [BRIEF, USER]),
-        ("Be brief.", [SYSTEM, USER], [SYSTEM, USER]),
-    ],
-)
-def test_a_list_of_messages_is_sent_as_it_is_after_a_system_prompt(system_prompt, given, sent):
-    rollout = PromptRollout("{text}", system_prompt, {"top_k": 3}, prompt_column="messages")
-    assert asked(rollout, document(messages=given)) == {"messages": sent, "top_k": 3}
 
 
 def test_a_list_in_the_text_is_written_as_json_and_each_rollout_finds_it(tmp_path, server):
@@ -79,19 +69,13 @@ def test_a_list_in_the_text_is_written_as_json_and_each_rollout_finds_it(tmp_pat
     ]
 
 
+def of_chat(rollout, chat):
+    """What is sent for JSON in a column."""
+    return asked(for_config(rollout, config()), document(chat=chat))["messages"]
+
+
 CHAT = json.dumps([SYSTEM, USER])
 NO_CHATS = ["[1] Why?", "[]", "[", '["Why?"]', '[{"content": "Why?"}]', json.dumps(USER)]
-
-
-@pytest.mark.parametrize("prompt", ["{text}", "[[DOCUMENT]]"])
-def test_json_of_a_chat_in_a_column_is_that_chat(prompt):
-    rollout = for_config(PromptRollout(prompt, prompt_column="chat"), config())
-    assert asked(rollout, document(chat=f" {CHAT}\n"))["messages"] == [SYSTEM, USER]
-    assert [content(rollout, document(chat=text)) for text in NO_CHATS] == NO_CHATS
-    within = for_config(PromptRollout("Sum up: {text}", prompt_column="chat"), config())
-    assert content(within, document(chat=CHAT)) == f"Sum up: {CHAT}"
-    embedded = for_config(ChunkedRollout(prompt_column="chat"), config())
-    assert content(embedded, document(chat=CHAT)) == CHAT
 
 
 @pytest.mark.parametrize("version", [None, "1"])
@@ -136,28 +120,6 @@ def words(tmp_path):
 
 
 LINES = "one two three\nfour five six\nseven eight nine"
-
-
-@pytest.mark.parametrize(
-    "limit, kept",
-    [
-        (11, "one two three\nfour five six"),
-        (8, "one two three"),
-        (5, "one two "),
-        (3, ""),
-    ],
-)
-def test_a_prompt_is_cut_by_tokens_at_the_end_of_a_line(words, limit, kept):
-    rollout = PromptRollout("Say {text} and end", max_prompt_tokens=limit, tokenizer=words)
-    assert content(rollout, document(LINES)) == f"Say {kept} and end"
-    assert load_counter(words, None).count(content(rollout, document(LINES))) <= max(limit, 3)
-
-
-def test_the_system_prompt_and_each_place_of_the_text_count(words):
-    rollout = PromptRollout(
-        "{text} | {text}", "Be very brief", max_prompt_tokens=10, tokenizer=words
-    )
-    assert content(rollout, document(LINES)) == "one two three | one two three"
 
 
 def test_auto_is_what_the_context_leaves(words):

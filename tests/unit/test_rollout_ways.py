@@ -127,42 +127,21 @@ def judged(said, **settings):
     return found and found["score"]
 
 
-@pytest.mark.parametrize("code", golden.sections("labels_and_scores"))
-def test_labels_and_scores_are_results_or_the_document_is_dropped(code):
-    golden.show("labels_and_scores", code, globals())
-
-
-@pytest.mark.parametrize(
-    "settings, said, problem",
-    [
-        ({}, "Good.", "it has no number"),
-        ({}, "<think>3, or 4", "it has no number"),
-        (
-            {"score_pattern": "score: (.*)"},
-            "5",
-            "it has no number where score_pattern looks for it",
-        ),
-        ({"lowest": 0, "highest": 5}, "7", "its score is 7, and must be at least 0 and at most 5"),
-        *(({}, said, "it has no number") for said in ("1e-3", "3,5", "3.5.1", "1,000")),
-        (FROM_CONFIGS, "Score: 3,5", "it has no number where score_pattern looks for it"),
-    ],
-)
-def test_without_a_score_the_judge_is_asked_again_and_told_what_is_wrong(settings, said, problem):
-    model, rollout = (
-        Model(said, "Score: 5, score: 5"),
-        JudgeRollout(judge_prompt="Rate {text}", answer_attempts=2, **settings),
-    )
+def judged_again(said, **settings):
+    """What the judge is told of an answer without a score, and what ends a second one."""
+    model = Model(said, "Score: 5, score: 5")
+    rollout = JudgeRollout(judge_prompt="Rate {text}", answer_attempts=2, **settings)
     assert result(only(rollout), model)["score"] == 5
-    assert model.asked[1]["messages"][2]["content"].startswith(
-        f"That answer is not valid: {problem}. Answer again"
-    )
     with pytest.raises(InvalidAnswer) as failed:
         result(only(rollout), Model(said, said))
-    assert str(failed.value) == (
-        f"judge_prompt: none of 2 answers is valid. The last problem: {problem} (finish_reason stop)."
-    )
     rollout.invalid_answer = "drop"
     assert result(only(rollout), Model(said, said)) is None
+    return model.asked[1]["messages"][2]["content"], str(failed.value)
+
+
+test_labels_and_scores_are_results_or_the_document_is_dropped = golden.shows(
+    "labels_and_scores", globals()
+)
 
 
 def test_a_judgement_that_is_cut_off_is_no_score():

@@ -5,11 +5,10 @@ import asyncio
 import pytest
 from datatrove.pipeline.inference.types import InferenceError, InferenceResult
 
+from datatrove_ckpt import rollouts
 from datatrove_ckpt.rollouts import (
     ChunkedRollout,
-    CompletionRollout,
     PromptRollout,
-    chat,
     split_text,
 )
 from tests import golden
@@ -48,37 +47,6 @@ class Server:
 BRACES = "{id} {text.__class__} {} } {"
 
 
-@pytest.mark.parametrize(
-    "rollout, text, prompt",
-    [
-        (chat, "Rain falls.", "Rain falls."),
-        (
-            PromptRollout("{id} in {metadata[lang]}: {text} {{as it is}}"),
-            "Rain",
-            "d1 in en: Rain {as it is}",
-        ),
-        (PromptRollout(), BRACES, BRACES),
-        (
-            PromptRollout('{"a": 1}, twice: [[DOCUMENT]]-[[DOCUMENT]]'),
-            "a {b}",
-            '{"a": 1}, twice: a {b}-a {b}',
-        ),
-    ],
-)
-def test_a_prompt_is_filled_in_from_the_document(rollout, text, prompt):
-    assert asked(rollout, document(text, lang="en")) == {
-        "messages": [{"role": "user", "content": prompt}]
-    }
-
-
-def test_a_system_prompt_and_parameters_are_sent_and_a_completion_is_a_plain_prompt():
-    sent = asked(PromptRollout("Say: {text}", "Be brief.", {"temperature": 0}), document())
-    assert sent["messages"][0] == {"role": "system", "content": "Be brief."}
-    assert sent["temperature"] == 0
-    rollout = CompletionRollout("{text}\nIn short:", generation_params={"max_tokens": 9})
-    assert asked(rollout, document()) == {"prompt": "Rain falls.\nIn short:", "max_tokens": 9}
-
-
 @pytest.mark.parametrize("parallel, at_once", [(True, 3), (False, 1)])
 def test_a_long_document_is_asked_about_in_parts_and_joined_in_order(parallel, at_once):
     server = Server()
@@ -103,26 +71,6 @@ def test_an_answer_with_a_part_cut_off_is_cut_off_and_when_a_part_fails_the_othe
     with pytest.raises(InferenceError):
         asyncio.run(ChunkedRollout(max_chars_per_part=3)(document("one\n\ntwo\n\nsix"), server))
     assert server.ended == 2
-
-
-@pytest.mark.parametrize("code", golden.sections("cut_texts"))
-def test_a_text_is_cut_where_it_hurts_least(code):
-    golden.show("cut_texts", code, {"split_text": split_text})
-
-
-@pytest.mark.parametrize(
-    "text, expected",
-    [
-        ("short", "Say: short. End."),
-        ("one line\nand more lines", "Say: one line. End."),
-        ("0123456789abcdefgh", "Say: 0123456789abc. End."),
-        ("\n0123456789abcdefgh", "Say: \n0123456789ab. End."),
-    ],
-)
-def test_the_text_of_a_long_message_is_cut_after_a_line_and_the_template_stays(text, expected):
-    rollout = PromptRollout(prompt="Say: {text}. End.", max_chars=24)
-    assert asked(rollout, document(text))["messages"][0]["content"] == expected
-    assert len(expected) <= 24
 
 
 def requests(rollout, text):
@@ -161,36 +109,8 @@ def test_parts_of_tokens_are_no_longer_than_they_may_be_and_lose_nothing():
         assert "".join("".join(parts).split()) == "".join(text.split())
 
 
-def test_characters_per_token_estimate_the_parts():
-    text = "one two six ten"
-    estimated = ChunkedRollout(max_tokens_per_part=2, chars_per_token=3.5)
-    assert [talk[0] for talk in talks(estimated, text)] == [
-        f"u: {part}" for part in split_text(text, 7)
-    ]
+def cut(text):
+    return asked(PromptRollout(prompt="Say: {text}. End.", max_chars=24), document(text))
 
 
-def test_a_conversation_carries_the_parts_before():
-    rollout = ChunkedRollout("Q {text}", "S", max_chars_per_part=3, carry="conversation")
-    assert talks(rollout, "one two six") == [
-        ["s: S", "u: Q one"],
-        ["s: S", "u: Q one", "a: A1", "u: Q two"],
-        ["s: S", "u: Q two", "a: A2", "u: Q six"],
-    ]
-    longer = ChunkedRollout(max_chars_per_part=3, carry="conversation", carried_parts=2)
-    assert talks(longer, "one two six")[2] == ["u: one", "a: A1", "u: two", "a: A2", "u: six"]
-
-
-def test_an_answer_is_continued():
-    rollout = ChunkedRollout("Q {text}", max_chars_per_part=3, separator="|", carry="continue")
-    sent, result = requests(rollout, "one two six")
-    assert [one["messages"] for one in sent[1:]] == [
-        [{"role": "user", "content": "Q one|two"}, {"role": "assistant", "content": "A1"}],
-        [{"role": "user", "content": "Q two|six"}, {"role": "assistant", "content": "A2"}],
-    ]
-    flags = {"continue_final_message": True, "add_generation_prompt": False}
-    assert [{name: one.get(name) for name in flags} for one in sent] == [
-        dict.fromkeys(flags),
-        flags,
-        flags,
-    ]
-    assert result.text == "A1|A2|A3"
+test_what_is_asked_and_where_a_text_is_cut = golden.shows("cut_texts", globals(), vars(rollouts))

@@ -57,15 +57,7 @@ def test_rows_of_json_are_the_same():
 
 @pytest.mark.parametrize(
     "values, dtype",
-    [
-        ([1, -(2**63), 2**63 - 1], np.int64),
-        ([1.5, 2.0], np.float64),
-        ([2.5, 2**53, -(2**53)], np.float64),
-        ([2**63 + 1, 2**64 - 1], None),
-        ([2**60 + 1, 1.5], None),
-        ([1, True], None),
-        ([1, None], None),
-    ],
+    golden.values("numbers_of_json", globals()),
     ids=str,
 )
 def test_numbers_of_json_become_an_array_only_if_that_changes_none(values, dtype):

@@ -1,7 +1,5 @@
 """When two settings are the same, and that a run asks."""
 
-import pytest
-
 from datatrove_ckpt.checkpoint.compare import same_value
 from tests import golden
 
@@ -9,6 +7,4 @@ ONE = {"properties": {"reason": {"type": "string"}, "score": {"type": "integer"}
 OTHER = {"properties": {"score": {"type": "integer"}, "reason": {"type": "string"}}}
 
 
-@pytest.mark.parametrize("code", golden.sections("same_values"))
-def test_same(code):
-    golden.show("same_values", code, {"same_value": same_value, "ONE": ONE, "OTHER": OTHER})
+test_same = golden.shows("same_values", {"same_value": same_value, "ONE": ONE, "OTHER": OTHER})

@@ -8,8 +8,3 @@ def test_the_last_line_is_the_state_of_a_progress_bar_of_this_start(tmp_path):
     path.write_text("an earlier server\nLoading shards: 10%\rLoading shards: 40%\n\n")
     assert last_line(read_log(path, 18)) == "Loading shards: 40%"
     assert last_line(read_log(tmp_path / "none", 0)) == ""
-
-
-def test_a_line_of_a_log_cannot_speak_to_the_terminal():
-    assert last_line("one\n\x1b[32mtwo\x1b[0m\x07\x9b2J\n \n") == "two  2J"
-    assert last_line("x" * 300) == "x" * 200 + "..."

@@ -212,13 +212,9 @@ sglang:token_usage{dp_rank="0",pp_rank="1"} 0.75
 LLAMACPP_METRICS = "llamacpp:requests_processing 4\nllamacpp:requests_deferred 1\nllamacpp:tokens_predicted_total 12\n"
 
 
-@pytest.mark.parametrize("code", golden.sections("metrics_of_engines"))
-def test_metrics_of_all_engines_of_a_server_are_added_up(code):
-    golden.show(
-        "metrics_of_engines",
-        code,
-        {**globals(), "parse_metrics": parse_metrics, "ENGINES": ENGINES},
-    )
+test_metrics_of_all_engines_of_a_server_are_added_up = golden.shows(
+    "metrics_of_engines", globals(), {"parse_metrics": parse_metrics, "ENGINES": ENGINES}
+)
 
 
 RESTRICTED = [("/metrics/", "name[]")]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from datatrove_ckpt.cli.track import RunTracker, flat
+from datatrove_ckpt.cli.track import RunTracker
 from datatrove_ckpt.run_folder import run_state
 from tests.rank_folders import done, failed, minute, minutes, place_at, start, stopped, write_rank
 
@@ -76,8 +76,3 @@ def test_the_status_is_that_of_the_run(tmp_path, now, ends, status):
             break
     assert run.ends == ([] if status == "RUNNING" else [status])
     assert tracked.is_over == (status != "RUNNING")
-
-
-def test_names_hold_only_what_mlflow_takes():
-    values = {"work": {"endpoints": {"http://a:1/v1": 2}}}
-    assert dict(flat(values)) == {"work.endpoints.http__/a_1/v1": 2}

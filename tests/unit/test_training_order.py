@@ -23,6 +23,7 @@ from datatrove_ckpt.torch.order import (
     order_by_rows,
     unevenness,
 )
+from tests import golden
 
 
 def blocks_of(*files, size=10):
@@ -58,14 +59,7 @@ def all_rows(blocks):
     return [(block.file, block.first + row) for block in blocks for row in range(block.rows)]
 
 
-INPUTS = {
-    "one row": blocks_of([1]),
-    "one file": blocks_of([7, 3, 12, 1]),
-    "few files": blocks_of([5, 5], [9], [1, 1, 1, 1]),
-    "an empty file": blocks_of([4], [0], [3, 0, 2]),
-    "many blocks": blocks_of(*([3] * 20 for _ in range(8))),
-    "nothing": blocks_of([0]),
-}
+INPUTS = golden.named("blocks_of_files", globals())
 WINDOWS = [Window(rows=1), Window(rows=16), Window(bytes=300), Window(bytes=2**28)]
 
 
@@ -200,12 +194,13 @@ def test_files_that_cannot_be_entered_are_each_read_from_the_beginning_to_the_en
 # Shares ------------------------------------------------------------------------------------------
 
 
-def test_whole_files_are_dealt_out_evenly():
-    table = BlockTable(blocks_of(*([10] * n for n in (6, 1, 5, 2, 4, 3))))
-    assert deal_files(table, 3).tolist() == [0, 0, 1, 1, 2, 2]
-    assert unevenness(table, 3) == 0
-    assert unevenness(BlockTable(blocks_of(*([10] for _ in range(5)))), 4) == 0.5
-    assert unevenness(BlockTable(blocks_of([10])), 2) == 1
+def dealt(ranks, *files):
+    """The rank of each file, and how uneven their shares are."""
+    table = BlockTable(blocks_of(*files))
+    return deal_files(table, ranks).tolist(), unevenness(table, ranks)
+
+
+test_whole_files_are_dealt_out_evenly = golden.shows("dealt_files", globals())
 
 
 TOPOLOGIES = [Topology(*key) for key in product((1, 2, 3, 4), (1, 2, 3), (1, 3))]

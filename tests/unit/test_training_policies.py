@@ -56,9 +56,7 @@ def kept(policy):
     return sorted(name.step for name in policy.kept(metrics))
 
 
-@pytest.mark.parametrize("code", golden.sections("policies"))
-def test_saves_are_due_and_steps_are_kept(code):
-    golden.show("policies", code, {**vars(policies), **globals()})
+test_saves_are_due_and_steps_are_kept = golden.shows("policies", vars(policies), globals())
 
 
 def test_steps_after_a_rollback_are_newer():

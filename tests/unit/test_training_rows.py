@@ -332,15 +332,6 @@ def test_files_that_changed_are_refused_read_or_not(parquet, change, named):
     assert "checkpoints_local_dir" not in str(caught.value)
 
 
-def test_a_window_is_rows_or_bytes():
-    for window, rows, size in (
-        (7, 7, None),
-        ("256MB", None, 256_000_000),
-        ("1.5 GiB", None, 3 * 2**29),
-    ):
-        assert (parse_window(window).rows, parse_window(window).bytes) == (rows, size)
-
-
 def test_within_an_epoch_one_number_of_a_state_changes(parquet):
     dataset = made(parquet).shard(2, 0).map(dict).batch(4)
     batches = iter(dataset)

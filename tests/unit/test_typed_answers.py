@@ -39,10 +39,7 @@ def results(*pairs):
     }
 
 
-SGLANG_RANKING = [
-    {"score": 0.75, "index": 1, "meta_info": {"id": "a", "prompt_tokens": 3, "e2e_latency": 0.1}},
-    {"score": 0.25, "index": 0, "meta_info": {"id": "b", "prompt_tokens": 4, "e2e_latency": 0.2}},
-]
+SGLANG_RANKING = golden.values("ranking_of_sglang", globals())
 
 
 @pytest.mark.parametrize("vector", [VECTOR, BASE64])
@@ -76,9 +73,7 @@ def tried(*arguments):
         return "an answer of another form is retried"
 
 
-@pytest.mark.parametrize("code", golden.sections("typed_answers"))
-def test_classes_scores_and_answers_of_another_form(code):
-    golden.show("typed_answers", code, globals())
+test_classes_scores_and_answers_of_another_form = golden.shows("typed_answers", globals())
 
 
 @pytest.mark.parametrize(

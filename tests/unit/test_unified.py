@@ -31,7 +31,7 @@ def read(reader, columns=None):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
-@pytest.mark.parametrize("code", golden.sections("unified"))
+@golden.rows("unified")
 def test_types_are_those_of_all_files(tmp_path, kind, code):
     arrays = eval(code)
     found = read(written(tmp_path, *(pa.table({"x": array}) for array in arrays), kind=kind), ["x"])

@@ -20,10 +20,8 @@ from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.errors import Fenced
 from datatrove_ckpt.mirror.manifests import (
     MirrorDamaged,
-    Version,
     VersionStore,
     VersionWriter,
-    contains_version,
     decode_answers,
 )
 
@@ -134,22 +132,6 @@ def test_answers_whose_upload_failed_are_uploaded_again(tmp_path, monkeypatch):
     with pytest.raises(ConnectionError):
         mirrored.upload(b"", [request(1)], {1})
     assert mirrored.uploads.last_answer == 1
-
-
-@pytest.mark.parametrize(
-    "earlier, contained",
-    [
-        ({}, False),
-        ({"b": None}, True),
-        ({"b": 4}, False),
-        ({"b": 5}, True),
-        ({"b": 6}, True),
-        ({"c": None}, False),
-    ],
-)
-def test_an_owner_contains_the_versions_that_its_folder_holds(earlier, contained):
-    assert contains_version({"nonce": "a", "earlier": earlier}, Version(5, "b")) is contained
-    assert contains_version({"nonce": "a", "earlier": earlier}, Version(5, "a"))
 
 
 # Two processes of one rank at once ---------------------------------------------------------------

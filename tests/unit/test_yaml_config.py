@@ -109,28 +109,6 @@ def test_the_short_name_of_the_executor_means_ours_and_the_long_one_datatroves(j
     )
 
 
-def test_yaml_is_read_by_the_rules_of_yaml_1_2():
-    text = "[1e-3, 1.5, .5, -7, 1_000, 0x1F, 0123, no, on, true, null, ~, 12:30, 2024-01-02, .inf, 1.2.3, '4']"
-    expected = [
-        0.001,
-        1.5,
-        0.5,
-        -7,
-        1000,
-        31,
-        "0123",
-        "no",
-        "on",
-        True,
-        None,
-        None,
-        "12:30",
-        "2024-01-02",
-    ]
-    assert read_value(text) == [*expected, float("inf"), "1.2.3", "4"]
-    assert read_value("") is None
-
-
 # --------------------------------------------------------------------------- mistakes
 
 CONFIG = "config: {server_type: dummy, model_name_or_path: m}"
@@ -139,23 +117,7 @@ READER = "class_path: JsonlReader\n        init_args: {data_folder: documents}"
 
 @pytest.mark.parametrize(
     "old, new",
-    [
-        ("documents}", "d, limt: 3}"),
-        ("chat", "{class_path: PromptRollout, init_args: {zzz: 1}}"),
-        ("model_name_or_path: m}", "model_name_or_path: m, skip_bad_requests: true}"),
-        ("server_type: dummy", "server_type: vlm"),
-        ("model_name_or_path: m}", "api_base: http://x, model_name_or_path: m}"),
-        (CONFIG, f"{CONFIG}\n          checkpoint_dir: c"),
-        ("model_name_or_path: m}", "api_key: 12345, model_name_or_path: m}"),
-        ("model_name_or_path: m}", "model_kwargs: {hf-token: hunter2}, model_name_or_path: m}"),
-        ("model_name_or_path: m}", "replicas: 0, model_name_or_path: m}"),
-        ("documents}", "d, compression: gz}"),
-        ("_${chunk_index}", ""),
-        (CONFIG, f"{CONFIG}\n          drain_signals: SIGTERM"),
-        ("class_path: JsonlReader", "class_path: my_module.Stp"),
-        (READER, "3"),
-        ("chat", "{class_path: PromptRollout, init_args: {prompt: '{text!r}'}}"),
-    ],
+    golden.values("mistakes_in_yaml", globals()),
 )
 def test_a_mistake_is_one_line_with_its_place(job, old, new):
     said = mistake(job, (old, new))
@@ -170,38 +132,13 @@ def test_a_number_of_numpy_and_a_path_are_what_they_stand_for():
     assert (config.tp, config.hang_timeout) == (2, 1.0)
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        (
-            "executor: {a: 1",
-            "job.yaml:1:16: not valid YAML: expected ',' or '}', but got '<stream end>'.",
-        ),
-        (
-            "prompt: @p.txt",
-            "job.yaml:1:9: not valid YAML: found character '@' that cannot start any token. "
-            "Does a text need quotes?",
-        ),
-        ("executor: {a: 1, a: 2}", 'job.yaml:1:18: not valid YAML: key "a" twice.'),
-        ("executor: !!python/name:os.system", None),
-        (
-            "",
-            'job.yaml: needs at the top "executor", with class_path and init_args; or run_folder, '
-            "input, prompt and model.",
-        ),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_named_with_the_line(tmp_path, monkeypatch, text, message):
+@golden.rows("broken_yaml")
+def test_a_file_that_cannot_be_read_is_named_with_the_line(tmp_path, monkeypatch, code):
     monkeypatch.chdir(tmp_path)
-    Path("job.yaml").write_text(text)
+    Path("job.yaml").write_text(eval(code))
     with pytest.raises(ConfigError) as refused:
         load("job.yaml")
-    said = str(refused.value)
-    assert (
-        said == message
-        if message
-        else said.startswith("job.yaml:1:11: not valid YAML: could not determine")
-    )
+    golden.hold("broken_yaml", code, str(refused.value))
 
 
 def test_texts_in_an_open_mapping_stay_texts(job):

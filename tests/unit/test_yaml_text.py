@@ -3,6 +3,7 @@
 from hypothesis import given, settings
 
 from datatrove_ckpt.cli.yaml_config import dump, read_value
+from tests import golden
 from tests.unit.tables import plain
 
 
@@ -12,36 +13,7 @@ def test_any_value_comes_back(value):
     assert read_value(dump(value)) == value
 
 
-TEXTS = [
-    "no",
-    "on",
-    "null",
-    "~",
-    "",
-    "1e-5",
-    "20:00:00",
-    "2024-01-02",
-    "0123",
-    "0x1F",
-    "1_000",
-    ".inf",
-    "a: b",
-    "# a",
-]
-TEXTS += [
-    "- a",
-    "{text}",
-    "[[DOCUMENT]]",
-    "a\n\n  b\n",
-    " a",
-    "a ",
-    "a\tb\n",
-    "é\u2028\x85\ufeff",
-    "=",
-    "<<",
-    "!x",
-]
-TEXTS += ["&a", "*a", "'", '"', "\\", "a\r\nb", "---", "...", "\x00", "?", "|"]
+TEXTS = golden.values("texts_in_yaml", {})
 
 
 def test_a_text_stays_a_text():

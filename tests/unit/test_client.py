@@ -224,7 +224,7 @@ def limited(error):
 
 def head(fields):
     raw = then_close(f"HTTP/1.1 200 OK\r\n{fields}\r\n\r\n".encode())
-    return told(raw, **ENDPOINT), told(raw, raw, GOOD, **ENDPOINT)
+    return told(raw, **ENDPOINT), told(raw, raw, GOOD, **ENDPOINT)[1]
 
 
 def addresses(url):
@@ -310,18 +310,8 @@ async def test_after_the_third_such_answer_only_what_was_in_flight_is_paid():
         assert len(server.requests) <= 3 + 4
 
 
-LOOKS = [  # when, for how long the oldest request is in flight, answers until then, hangs
-    (500, 500, 0, 0),  # nothing was ever answered
-    (510, 5, 1, 0),
-    (629, 124, 1, 0),
-    (631, 126, 1, 121),
-    (640, 135, 1, 130),
-    (641, 136, 2, 0),  # answered, after 130 s
-    (2000, 0, 2, 0),  # nothing is in flight
-    (3000, 700, 2, 0),  # within six times the longest
-    (3200, 900, 2, 900),
-    (3300, 1000, 2, 0),  # requests fail: the outage has its own lines
-]
+# When, for how long the oldest request is in flight, answers until then, for how long it hangs.
+LOOKS = golden.values("looks_at_an_endpoint", globals())
 
 
 def test_an_endpoint_that_hangs_is_told_once(log):
@@ -444,16 +434,8 @@ async def test_failures_of_a_sick_server_are_no_mark_while_another_one_answers()
             clock.failed(RetryableError("500"), well, 3)
 
 
-PROBES = [
-    # The answer to the probe, and whether another is sent a minute later.
-    (answer(http(429, b"", "Retry-After: 1")), True),
-    (answer(http(503, b"")), True),
-    (then_close(), True),
-    (answer(http(200, b"{}")), True),
-    (answer(http(401, b"expired")), False),
-    (answer(http(400, b"expired")), False),
-    (answer(http(403, b"expired")), False),
-]
+# The answer to the probe, and whether another is sent a minute later.
+PROBES = golden.values("answers_to_probes", globals())
 
 
 @pytest.mark.parametrize("reply, is_open", PROBES)

@@ -16,6 +16,7 @@ from datatrove_ckpt.inference.client.routing import Request, Router, Sender, Tar
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.inference.servers import host
 from datatrove_ckpt.inference.servers.host import Admission, Metrics, adapt_admission
+from tests import golden
 from tests.clients import config, turns
 from tests.simulated_engine import Engine, Simulation
 
@@ -92,13 +93,7 @@ def test_the_limit_does_not_run_away_where_few_requests_want_to_be_in_flight(req
 
 @pytest.mark.parametrize(
     "seen, limit",
-    [
-        ([(Metrics(16, 0, 100), 16)] * 50, 32),  # no work since the last sample changes nothing
-        # What has not arrived is not sent twice.
-        ([(Metrics(0, 0, tokens), 16) for tokens in range(4)], 16),
-        # An empty queue never lowers the limit.
-        ([(Metrics(16, 0, 1), 16), (Metrics(2, 0, 2), 24)], 32),
-    ],
+    golden.values("samples_without_news", globals()),
 )
 def test_a_sample_that_shows_nothing_new_changes_no_limit(seen, limit):
     made = Admission()

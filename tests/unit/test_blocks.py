@@ -19,6 +19,7 @@ from datatrove_ckpt.readers import (
     jsonl,
 )
 from datatrove_ckpt.readers.blocks import BlockInput
+from tests import golden
 from tests.unit.tables import ODD_LINES, reader_of, write_table
 
 ROWS = [
@@ -53,13 +54,7 @@ def write(folder, kind):
     return reader_of(folder, ending)
 
 
-FORMATS = {
-    "parquet": ("parquet", {}),
-    "arrow": ("arrow", {"options": pa.ipc.IpcWriteOptions(compression="zstd")}),
-    "stream": ("arrow", {"stream": True}),  # a batch is found by the messages before it
-    "jsonl": ("jsonl", {}),
-    "jsonl.gz": ("jsonl.gz", {}),
-}
+FORMATS = golden.named("formats_of_tables", globals())
 
 
 @pytest.fixture(params=FORMATS)

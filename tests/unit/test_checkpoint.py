@@ -52,6 +52,7 @@ from datatrove_ckpt.checkpoint.run_limits import RunTotals, read_paid
 from datatrove_ckpt.common.counts import DocumentCounts, LogHistogram, Seconds
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, StorageFailed
 from datatrove_ckpt.process import open_files
+from tests import golden
 
 # lines -------------------------------------------------------------------------------------------
 
@@ -152,14 +153,7 @@ def test_more_journals_than_open_files_are_all_written(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "tail, is_torn",
-    [
-        (b"", True),
-        (b'{"xxh":"0123', True),  # a kill
-        (bytes(100), True),  # power loss: the size is on disk, the content is not
-        (bytes(64) + b'"x":1}\n', True),  # power loss: the first block of the line is lost
-        (b'{"xxh":"0123"}\n', False),
-        (b"a\nb", False),
-    ],
+    golden.values("tails_of_commits", globals()),
 )
 def test_a_crash_tears_one_line_of_the_commit_log_at_most(tmp_path, tail, is_torn):
     path = tmp_path / "commits.jsonl"

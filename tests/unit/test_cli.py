@@ -155,30 +155,7 @@ _COMMAND = "from datatrove_ckpt.cli.main import main\ntry: main({})\nexcept Syst
 
 @pytest.mark.matrix(
     "code, later",
-    [
-        (_COMMAND.format(["--version"]), _SLOW | _OF_OTHERS),
-        (_COMMAND.format(["run", "--help"]), _SLOW | _OF_OTHERS),
-        (
-            _COMMAND.format(["status", "checkpoints"]),
-            {"http.client", "datatrove", "aiohttp", "numpy", "pyarrow"},
-        ),
-        (
-            "import datatrove_ckpt.runner",
-            {"multiprocess", "dill", "datatrove.executor"} | _OF_A_RUN,
-        ),
-        (
-            "from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor",
-            _OF_A_RUN | _OF_A_FILE,
-        ),
-        (_COMMAND.format(["run", "none.yaml"]), _OF_A_RUN),
-        (_COMMAND.format(["doctor", "none.yaml"]), _OF_A_RUN),
-        ("import datatrove_ckpt.readers", {"datasets"}),
-        ("from datatrove_ckpt.torch import ReaderDataset, Mix", {"pyarrow", "datasets"}),
-        ("import datatrove_ckpt.rollouts", {"tokenizers", "jsonschema", "referencing"}),
-        ("import datatrove_ckpt.run_inference", {"datatrove"}),
-        ("import datatrove_ckpt.inference.servers.llamacpp", {"datatrove"}),
-        ("import datatrove_ckpt.inference.servers.dummy", {"datatrove"}),
-    ],
+    golden.values("late_imports", globals()),
 )
 def test_what_is_needed_later_is_not_imported(tmp_path, code, later):
     """So ``--version`` takes a tenth of a second, and ``status`` two of them."""

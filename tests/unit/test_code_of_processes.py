@@ -95,17 +95,7 @@ def project(tmp_path):
 
 @pytest.mark.matrix(
     "kind, seen, harmless",
-    [
-        ("dict", ["--prompt=Sing"], "--tasks=9"),
-        (
-            "partial",
-            ["--prompt=Sing", "EDITS_STYLE=loud"],
-            "--tasks=9 SLURM_JOB_ID=2 EDITS_OTHER=1",
-        ),
-        ("closure", ["--prompt=Sing", "--limit=20"], "--tasks=9"),
-        ("object", ["--prompt=Sing", "--limit=20"], "--tasks=9"),
-        ("environment", ["EDITS_ENDING=!", "EDITS_CLASS_ENDING=!"], "--tasks=9 SLURM_JOB_ID=2"),
-    ],
+    golden.values("second_starts", globals()),
 )
 def test_a_second_start_is_another_run_only_if_its_command_line_or_environment_changes_the_work(
     project, kind, seen, harmless

@@ -14,6 +14,7 @@ from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, ConfigE
 from datatrove_ckpt.readers import HuggingFaceDatasetReader, PositionedDocument, position_state
 from datatrove_ckpt.readers.inputs import Revisions
 from datatrove_ckpt.torch import Mix, Pack
+from tests import golden
 from tests.unit.tables import resume, rows, write_table
 
 pytestmark = pytest.mark.xdist_group("datasets")  # its import takes seconds
@@ -110,11 +111,7 @@ def upper(self, data, path, id_in_file):
 
 @pytest.mark.matrix(
     "options",
-    [
-        {"skip": 5, "limit": 20, "id_key": "number", "text_key": "name", "batch_size": 7},
-        {"adapter": upper},
-        {"default_metadata": {"dataset": "mine", "number": -1, "more": [1]}},
-    ],
+    golden.values("arguments_of_datatrove", globals()),
     ids=" ".join,
 )
 def test_arguments_mean_what_they_mean_in_datatrove(options, tmp_path):

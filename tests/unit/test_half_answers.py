@@ -482,14 +482,7 @@ def test_a_server_without_a_path_gets_whole_requests(server, path, log):
 
 @pytest.mark.parametrize(
     "path, changed",
-    [
-        (RENDER, {"token_ids": [5]}),
-        (RENDER, {"sampling_params": {"max_tokens": 24, "seed": 3}}),
-        (
-            DERENDER,
-            {"choices": [{"index": 0, "message": {"content": "other"}, "finish_reason": "length"}]},
-        ),
-    ],
+    golden.values("probes_of_another_form", globals()),
 )
 def test_a_server_with_another_form_gets_whole_requests(server, path, changed, log):
     server.changed[path] = lambda fields: {**fields, **changed}

@@ -183,7 +183,7 @@ def contents(files):
     return [file.read_bytes() for file in files]
 
 
-GUESSED = [[[None, 1], [0.5, None], [None, None], [2, 3], [..., 0.25]], [[1], [2], [3]]]
+GUESSED = golden.values("guessed_types", globals())
 
 
 def test_a_right_guess_and_a_wrong_one_write_the_same_bytes(tmp_path, server, monkeypatch):

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from datatrove_ckpt.generation.quality import FAULTS, INVALID, AnswerQuality, is_looping
+from tests import golden
 
 WORDS = [
     "the",
@@ -69,16 +70,7 @@ NO_REFUSALS = [
     "Unfortunately, the town flooded.",
     "I can help with that: the river moves.",
 ]
-NO_LOOPS = [
-    "",
-    "no",
-    "|---|---|---|---|",
-    "\n".join(f"{number}. a step of the method" for number in range(60)),
-    "-" * 80,
-    "ha ha ha ha ha ha",
-    "\n".join(f"| {number} | yes | no |" for number in range(40)),
-    "x = [0, 0, 0, 0, 0, 0, 0, 0, 0, 0]",
-]
+NO_LOOPS = golden.values("no_loops", globals())
 
 
 @pytest.mark.parametrize("text", NO_LOOPS)

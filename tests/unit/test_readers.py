@@ -203,11 +203,6 @@ def test_a_paths_file_and_a_missing_file_path_are_as_in_datatrove(tmp_path, kind
         )
 
 
-def test_no_files_for_this_rank_are_no_error(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n')
-    assert list(JsonlReader(tmp_path.as_posix()).run(None, 1, 2)) == []
-
-
 def test_all_frames_of_a_zstd_file_and_all_members_of_a_gzip_file_are_read(tmp_path):
     for codec in ("zstd", "gzip"):
         parts = [COMPRESS[codec](b'{"text": "%d"}\n' % i) for i in range(3)]

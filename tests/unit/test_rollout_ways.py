@@ -68,12 +68,7 @@ def only(rollout):
 
 @pytest.mark.parametrize(
     "settings, vector",
-    [
-        ({}, [3, 4, 12]),
-        ({"dimensions": 2}, [3, 4]),
-        ({"normalize": True}, [3 / 13, 4 / 13, 12 / 13]),
-        ({"dimensions": 2, "normalize": True}, [0.6, 0.8]),
-    ],
+    golden.values("vectors", globals()),
 )
 def test_the_result_is_the_vector_as_float32(settings, vector):
     found = result(EmbedRollout(**settings), Model())

@@ -223,12 +223,7 @@ WHOLE = [("/metrics", "")]
 
 @pytest.mark.parametrize(
     "shown, status, asked",
-    [
-        (VLLM_METRICS, 200, RESTRICTED * 2),
-        ("", 200, RESTRICTED + WHOLE * 2),  # several API processes
-        ("not found", 404, RESTRICTED + WHOLE * 2),
-        ("other:requests 1\n", 200, RESTRICTED + WHOLE * 2),
-    ],
+    golden.values("pages_of_metrics", globals()),
 )
 async def test_only_the_metrics_with_our_names_are_asked_for_where_the_server_can(
     monkeypatch, shown, status, asked

@@ -101,14 +101,6 @@ def test_the_model_is_shown_its_answer_if_that_is_wanted_and_it_was_not_cut_off(
     assert second == [*first, *shown]
 
 
-def test_a_document_without_a_valid_answer_may_be_dropped_and_canned_answers_are_not_checked():
-    assert (
-        answer(PromptRollout(choice=["yes"], invalid_answer="drop", answer_attempts=1), "?") is None
-    )
-    fitted = for_config(PromptRollout(json_schema=SCHEMA), config("dummy"))
-    assert answer(fitted, "This is dummy text.") == "This is dummy text."
-
-
 def test_the_form_and_the_engine_are_part_of_the_identity():
     fields = code_identity(
         for_config(PromptRollout(json_schema=SCHEMA), config("sglang")), None

@@ -122,19 +122,6 @@ def words(tmp_path):
 LINES = "one two three\nfour five six\nseven eight nine"
 
 
-def test_auto_is_what_the_context_leaves(words):
-    given = config(model_max_context=100, default_generation_params={"max_tokens": 26})
-    rollout = PromptRollout(max_prompt_tokens="auto", chars_per_token=1)
-    fitted = for_config(rollout, given)
-    assert fitted.prompt_tokens == 100 - 26 - 64
-    assert content(fitted, document("x" * 99)) == "x" * 10
-    plain = for_config(
-        CompletionRollout(max_prompt_tokens="auto", tokenizer=words),
-        config(model_max_context=100, use_chat=False, default_generation_params={"max_tokens": 98}),
-    )
-    assert asked(plain, document(LINES)) == {"prompt": "one two "}
-
-
 def test_the_models_own_tokenizer_is_the_default_and_part_of_the_identity(words):
     rollout = PromptRollout(max_prompt_tokens=5)
     fitted = for_config(rollout, config(model_name_or_path=words))

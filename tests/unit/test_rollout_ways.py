@@ -77,18 +77,11 @@ def test_the_result_is_the_vector_as_float32(settings, vector):
     assert found["embedding"] == pytest.approx(vector)
 
 
-def test_a_text_that_is_too_long_is_cut_and_the_template_stays():
-    model, text = Model(), "one line\nand more"
-    result(
-        EmbedRollout("query: {text}", max_prompt_tokens=5, chars_per_token=4), model, document(text)
-    )
-    assert model.asked == [("query: one line", {})]
-    fitted = for_config(
-        ClassifyRollout(max_prompt_tokens="auto", chars_per_token=1),
-        config(model_max_context=20, use_chat=False),
-    )
-    result(fitted, model, document(text))
-    assert model.asked[1] == ("one line", {})
+def sent(rollout):
+    """What the model is asked of a text that is too long."""
+    model = Model()
+    result(rollout, model, document("one line\nand more"))
+    return model.asked
 
 
 def test_a_column_gets_the_vector_and_the_result_says_where_it_is():
@@ -173,11 +166,6 @@ def test_parameters_whose_answers_a_rollout_keeps_whole_are_its_own(params):
     several = config(default_generation_params={"n": 2, "tools": [{}]})
     for_config(ChunkedRollout(generation_params={"n": 1, "tools": []}), several)
     for_config(PromptRollout(generation_params=params), several)
-
-
-def test_canned_answers_have_no_score():
-    rollout = for_config(JudgeRollout(judge_prompt="Rate {text}", threshold=3), config("dummy"))
-    assert result(rollout, Model("This is dummy text."))["score"] is None
 
 
 # settings ----------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ async def test_the_reader_is_ahead_by_what_the_buffer_holds_and_no_further(
     is_full = threading.Event()
 
     def documents():
-        for index in range(1000):
+        for index in range(100):
             if index == held:
                 is_full.set()
             yield Document(text=text, id=f"{index}")
@@ -39,7 +39,7 @@ async def test_the_reader_is_ahead_by_what_the_buffer_holds_and_no_further(
     sizes = [len(await first)]
     async for batch in batches:
         sizes.append(len(batch))
-    assert sum(sizes) == 1000
+    assert sum(sizes) == 100
     assert max(sizes) == held
 
 

@@ -261,13 +261,14 @@ class DocumentAnswers:
         self.results.append(result)
         self.requests[rollout_idx] += 1
         reasons = list(map(_finish_reason, choices))
-        if not USUAL.issuperset(reasons):
+        is_cut = False
+        if not ENDINGS.issuperset(reasons):
             reasons = [
                 reason if reason in USUAL else redact(reason)[:60]
                 for reason in filter(None, reasons)
             ]
+            is_cut = any(map(is_cut_off, reasons))
         result.reasons = reasons
-        is_cut = not ENDINGS.issuperset(reasons) and any(map(is_cut_off, reasons))
         if is_cut:
             self.cut_off += 1
             if ends_in_blanks(str(result.text)):

@@ -996,8 +996,28 @@ class CompletionClient:
         transport = self.servers.transport(target, api.path)
         attempt = target.start_attempt(request)
         self.sender.work.sent += 1
+        sent = body
         try:
-            answer = await self._send(attempt, transport, body, api)
+            if api.tiers:
+                sent = with_field(sent, b"service_tier", api.tiers[0])
+            if api.lacks_model:
+                sent = with_field(sent, b"model", target.model)
+            try:
+                if request.half is None:
+                    model = self._config.model_name_or_path
+                    response = await post(transport, sent, model, api.extras)
+                else:
+                    response = await self._continued(attempt, request.half, transport, sent)
+                answer = self._read(attempt, transport, response, api)
+            except (RequestRejected, ServerRefused):
+                target.mark_alive(attempt.started_at)
+                self.outage.answered()
+                raise
+            except RetryableError as failure:
+                remember_sent(api.extras)  # the answer may quote them
+                failure.quote()
+                await self._attempt_failed(attempt, transport, failure)
+                raise
         except (RetryableError, CkptError) as error:
             if not attempt.lost:
                 self.sender.count_error(_kind(error), target.name)
@@ -1022,48 +1042,29 @@ class CompletionClient:
         self.outage.answered()
         return answer
 
-    async def _send(
-        self, attempt: Attempt, transport: Transport, body: AnyBody, api: Api
+    def _read(
+        self, attempt: Attempt, transport: Transport, response: Response, api: Api
     ) -> Completion:
         target = attempt.target
-        half = attempt.request.half
-        if api.tiers:
-            body = with_field(body, b"service_tier", api.tiers[0])
-        if api.lacks_model:
-            body = with_field(body, b"model", target.model)
         try:
-            if half is None:
-                response = await post(transport, body, self._config.model_name_or_path, api.extras)
-            else:
-                response = await self._continued(attempt, half, transport, body)
-            try:
-                answer = api.parse(response.body)
-                if answer.answer is None or api.generates:
-                    self._check_reason(answer, target)
-            except UnexpectedResponse as failure:
-                failure.quoted = response.body.decode(errors="replace")
-                raise
-            if api.tiers and not answer.service_tier:
-                answer.service_tier = api.tiers[0]
-            transport.is_read = True
-            target.mark_alive(attempt.started_at)
-            target.failures = 0
-            if target.is_reported:
-                target.is_reported = False
-                logger.info(f"{target.url} answers again.")
-            if target.pace is not None:
-                tokens = answer.usage.get("total_tokens") or 0  # null at some gateways
-                target.pace.answered(attempt.started_at, tokens, response.quotas)
-            return answer
-        except (RequestRejected, ServerRefused):
-            target.mark_alive(attempt.started_at)
-            self.outage.answered()
+            answer = api.parse(response.body)
+            if answer.answer is None or api.generates:
+                self._check_reason(answer, target)
+        except UnexpectedResponse as failure:
+            failure.quoted = response.body.decode(errors="replace")
             raise
-        except RetryableError as failure:
-            remember_sent(api.extras)  # the answer may quote them
-            failure.quote()
-            await self._attempt_failed(attempt, transport, failure)
-            raise
+        if api.tiers and not answer.service_tier:
+            answer.service_tier = api.tiers[0]
+        transport.is_read = True
+        target.mark_alive(attempt.started_at)
+        target.failures = 0
+        if target.is_reported:
+            target.is_reported = False
+            logger.info(f"{target.url} answers again.")
+        if target.pace is not None:
+            tokens = answer.usage.get("total_tokens") or 0  # null at some gateways
+            target.pace.answered(attempt.started_at, tokens, response.quotas)
+        return answer
 
     async def _attempt_failed(
         self, attempt: Attempt, transport: Transport, failure: RetryableError

@@ -22,8 +22,9 @@ import re
 import socket
 import ssl
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from httptools import HttpParserCallbackError, HttpParserError, HttpResponseParser
 from loguru import logger
@@ -70,7 +71,8 @@ _USUAL_FIELD = re.compile(
 )
 
 
-class Response(NamedTuple):
+@dataclass(slots=True)  # half of a NamedTuple's CPU time
+class Response:
     """A response. If the connection broke, ``body`` is a part, and ``status`` is an error.
 
     The body is hidden from tracebacks: a server may quote the key.
@@ -112,11 +114,18 @@ def _length_in(field: bytes) -> float:
     return _ONE_LENGTH + int(usual[1]) if usual[1] else 0
 
 
+@lru_cache(1024)  # many answers of a second have the same head
+def _length_after(head: bytes) -> float:
+    """Returns the length of the body after a usual head; less than 0, or infinity, after others."""
+    status, *fields = head.split(b"\r\n")
+    if status in _USUAL_STATUS:
+        return sum(map(_length_in, fields)) - _ONE_LENGTH
+    return math.inf
+
+
 def usual_response(data: bytes) -> Response | None:
     head, end, body = data.partition(b"\r\n\r\n")
-    status, *fields = head.split(b"\r\n")
-    has_length = sum(map(_length_in, fields)) == _ONE_LENGTH + len(body)
-    if end and status in _USUAL_STATUS and has_length and body[:1] in b"{[":
+    if end and _length_after(head) == len(body) and body[:1] in b"{[":
         return Response(200, body)
     return None
 

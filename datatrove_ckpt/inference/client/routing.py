@@ -417,7 +417,8 @@ class Target:
         now = time.monotonic()
         for rank in self.ranks:
             rank.alive_at = now
-            rank.accepted_at = max(rank.accepted_at, started_at)
+            if started_at > rank.accepted_at:
+                rank.accepted_at = started_at
 
 
 class AdaptiveLimit:
@@ -648,22 +649,19 @@ class Router:
         """
         if self._failure:
             raise ServerDied(self._failure)
-        if len(self.targets) > 1 and self.has_homes and request.prefix_hashes is None:
+        several = len(self.targets) > 1
+        if several and self.has_homes and request.prefix_hashes is None:
             request.prefix_hashes, request.known_prefix = self._prefixes.find(request.body)
-        if request.sender.shutdown.is_stopping or (request.deaths and request.is_quarantined):
+        sender = request.sender
+        if sender.shutdown.is_stopping or (request.deaths and request.is_quarantined):
             return None
-        later = self._waiting[WINDOW - 1 : WINDOW]
-        if later and (request.sender.order, request.order) > later[0][:2]:
+        waiting = self._waiting
+        if len(waiting) >= WINDOW and (sender.order, request.order) > waiting[WINDOW - 1][:2]:
             return None
-        target = self._place_for(request)
-        if target is not None:
-            self.assign(target, request)
-        return target
-
-    def _place_for(self, request: Request) -> Target | None:
-        if len(self.targets) > 1:
+        if several:
             homes = request.known_prefix and self._prefixes.homes(request.known_prefix)
-            return self._room().choose(homes)
+            best = self._room().choose(homes)
+            return None if best is None else self.assign(best, request)
         # One server needs no ``Availability``, which takes four times the CPU time.
         for target in self.targets:
             if (
@@ -673,7 +671,7 @@ class Router:
                 and not target.reserved
                 and (target.limits is None or not target.is_closed)
             ):
-                return target
+                return self.assign(target, request)
         return None
 
     async def acquire(self, request: Request) -> Target:
@@ -693,17 +691,19 @@ class Router:
             raise
 
     def release(self, target: Target, request: Request) -> None:
-        was_full = target.reserved or self.in_flight >= self._limit
+        was_full = self.in_flight >= self._limit
         load = target.load
         target.add_in_flight(-1)
         self.in_flight -= 1
-        if target.reserved and self._quarantine.in_flight:
-            self._quarantine.finish_one()
+        if target.reserved:
+            was_full = True
+            if self._quarantine.in_flight:
+                self._quarantine.finish_one()
         # No waiting request could be sent before. Only these changes may free a request, and, if
         # requests wait for the next minute, an answer with fewer tokens than expected, or the first
         # answer of a server that failed.
-        may_free = was_full or self.has_limits or load >= _IDLE > target.load
-        if not self._waiting or may_free or load >= 1 > target.load:
+        may_free = not self._waiting or was_full or self.has_limits
+        if may_free or load >= _IDLE > target.load or load >= 1 > target.load:
             self.admit()
 
     def admit(self, resized: bool = False) -> None:

@@ -51,7 +51,7 @@ def loads_all(lines: Sequence[bytes]) -> list[Any]:
 
 def _exact(data: Any, line: bytes) -> Any:
     items = data.values() if type(data) is dict else [data]
-    if _may_be_inexact(items):
+    if not _EXACT.issuperset(map(type, items)) and _may_be_inexact(items):
         zeros = line.translate(_AS_ZEROS)
         # The digits may belong to a float or a text.
         if b"0" * 20 in zeros or b"-" + b"0" * 19 in zeros:

@@ -136,7 +136,8 @@ class Counts:
         return samples
 
 
-class Tokens(NamedTuple):
+@dataclass(slots=True)
+class Tokens:
     """Tokens of an answer.
 
     Attributes:

@@ -104,7 +104,7 @@ async def _run(batch: _TextBatch, texts: list[_Text], request: Request) -> None:
     if not texts:
         return
     request.is_shared = len(texts) > 1
-    api = batch.api._replace(parse=partial(parse_embeddings, count=len(texts)))
+    api = replace(batch.api, parse=partial(parse_embeddings, count=len(texts)))
     inputs: str | list[str] = texts[0].text
     if request.is_shared:
         inputs = [text.text for text in texts]

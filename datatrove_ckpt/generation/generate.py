@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from copy import copy, deepcopy
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -140,7 +141,7 @@ class BoundGenerate:
         except ValueError as problem:
             return self._refused(str(problem).rstrip("."))
         if whole:
-            api = with_raw_response(api)._replace(model=str(payload.get("model", "")))
+            api = replace(with_raw_response(api), model=str(payload.get("model", "")))
         if requests.model.policies and api.generates:
             return acceptable(requests, payload, api, whole)
         return requests.answered(payload, api, whole)

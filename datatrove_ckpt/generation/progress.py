@@ -108,7 +108,7 @@ class RankReporter:
         self._recent.append((1000 * answer.seconds, tokens.prompt, tokens.completion))
         if len(self._recent) == _COUNTED_AT_ONCE:
             self._count_recent()
-        return tokens[:2]
+        return tokens.prompt, tokens.completion
 
     def _count_recent(self) -> None:
         with self._counting:

@@ -6,7 +6,7 @@ batch. Everything here runs on the event loop of ``scheduler.py``.
 
 import asyncio
 from collections.abc import Awaitable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import NoReturn, TypeVar
 
@@ -254,7 +254,8 @@ class DocumentAnswers:
 
     def count_cached(self, result: Result) -> None:
         self._rank.observer.own.cached += 1
-        self.tokens += token_counts(result.usage or {})[:2]
+        tokens = token_counts(result.usage or {})
+        self.tokens += (tokens.prompt, tokens.completion)
 
     def count(self, rollout_idx: int, result: Result, api: Api, question: str = "") -> None:
         choices = choices_of(result)
@@ -318,7 +319,7 @@ class DocumentAnswers:
         faults = [
             name for name in DocumentCounts().bad if name in fault_names and name != REPEATING
         ]
-        tokens = sum(token_counts(result.usage or {})[1] for result in results)
+        tokens = sum(token_counts(result.usage or {}).completion for result in results)
         endpoints = {getattr(result, "endpoint", "") for result in results} - {""}
         return {
             "finish_reason": ", ".join(sorted(reasons)),
@@ -562,9 +563,9 @@ class RolloutRequests:
         try:
             sent, extras = merged(payload)
             if extras:
-                api = api._replace(extras=extras)
+                api = replace(api, extras=extras)
             if type(sent.get("service_tier")) is list and api.path in _IN_TIERS:
-                api = api._replace(tiers=sent.pop("service_tier"))  # the client adds a tier
+                api = replace(api, tiers=sent.pop("service_tier"))  # the client adds a tier
             digest, has_null = self.digest(sent, api, retry_of)
         except ConfigError as error:
             raise failed(error, payload) from error
@@ -574,7 +575,7 @@ class RolloutRequests:
             key = key._replace(payload_hash=self.digest(sent, api, retry_of)[0])
         # Before any await: the rollout may change its payload while it waits.
         if config.other_models and sent.get("model") == config.model_name_or_path:
-            api = api._replace(lacks_model=True)  # the client adds the endpoint's name
+            api = replace(api, lacks_model=True)  # the client adds the endpoint's name
             sent = {name: value for name, value in sent.items() if name != "model"}
         body = body_of(sent, has_null)
         answers.hashes[rollout_idx] = key.payload_hash
@@ -654,16 +655,18 @@ class RolloutRequests:
             rank.limits.look()
         self._check_size(completion, sent, api)
         fields = _fields(completion, sent)
-        source = {"response_id": completion.response_id, "model": completion.model}
-        if completion.endpoint:
-            source["endpoint"] = completion.endpoint
-        row = CachedAnswer(trim(orjson.dumps({**fields, **source})), None)
-        answers.put(key, row, ends_pieces)
+        response_id = completion.response_id
+        name = completion.model
+        endpoint = completion.endpoint
+        row = {**fields, "response_id": response_id, "model": name}
+        if endpoint:
+            row["endpoint"] = endpoint
+        answers.put(key, CachedAnswer(trim(orjson.dumps(row)), None), ends_pieces)
         if rank.checkpoint.congested:
             await rank.wait_for_storage()
         answers.tokens += tokens
         answers.paid += 1
-        return _result(fields, **source)
+        return _result(fields, response_id, name, endpoint)
 
     async def _raise(self, error: CkptError, key: AnswerKey, payload: Payload) -> NoReturn:
         model = self.model
@@ -740,10 +743,12 @@ class RolloutRequests:
         """
         if not NOT_ANSWERING.isdisjoint(payload) and api.path in _IN_TIERS:
             payload = {name: value for name, value in payload.items() if name not in NOT_ANSWERING}
-        if api.name != self.model.usual.name:
-            payload = {**payload, "$way": api.name}
-        if api.extras and api.extras["extra_query"]:
-            payload = {**payload, "$query": api.extras["extra_query"]}
+        usual = self.model.usual
+        if api is not usual:
+            if api.name != usual.name:
+                payload = {**payload, "$way": api.name}
+            if api.extras and api.extras["extra_query"]:
+                payload = {**payload, "$query": api.extras["extra_query"]}
         if retry_of:
             payload = {**payload, "$retry": retry_of}
         if self.config.name:

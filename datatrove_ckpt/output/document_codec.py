@@ -40,7 +40,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache, partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import orjson
@@ -755,7 +755,8 @@ def _plain_adapter(writer: DiskWriter, document: Document) -> Row:
 _DEEPEST_READ = 50
 
 
-class EncodedInput(NamedTuple):
+@dataclasses.dataclass(slots=True)
+class EncodedInput:
     """A document as it was read.
 
     Attributes:

@@ -63,7 +63,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import orjson
@@ -500,7 +500,7 @@ class RequestClock:
             return api
         waited = (self._outage.clock() - self._began_at) / self._outage.patience
         tier = min(int(waited * len(self._tiers)), len(self._tiers) - 1)
-        return api._replace(tiers=self._tiers[tier:])
+        return replace(api, tiers=self._tiers[tier:])
 
     def remaining(self, failure: RetryableError) -> float:
         return self._outage.patience * (10 if failure.server_is_limited else 1) - self._seconds

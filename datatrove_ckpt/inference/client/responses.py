@@ -18,10 +18,10 @@ import base64
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from operator import itemgetter
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -149,7 +149,8 @@ class NoFinishReason(UnexpectedResponse):
     seconds = 60.0  # Slurm kills after 30
 
 
-class Api(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Api:
     """A kind of request.
 
     Attributes:
@@ -190,7 +191,7 @@ def with_raw_response(api: Api) -> Api:
         completion.answer = _answer(raw)
         return completion
 
-    return api._replace(parse=parse, name=f"{api.name} whole")
+    return replace(api, parse=parse, name=f"{api.name} whole")
 
 
 def parse_other(raw: bytes) -> Completion:
@@ -309,7 +310,7 @@ def api_for_payload(api: Api, payload: JsonObject) -> Api:
                 )
         return completion
 
-    return api._replace(parse=parse)
+    return replace(api, parse=parse)
 
 
 def _completion(raw: bytes, read: _Read) -> Completion:

@@ -168,6 +168,7 @@ class DocumentSource:
         self._keep_as_read = keep_as_read
         self._reading = Reading(revisions=revisions)
         self._previous: SourceDocument | None = None
+        self._last: Position | None = None  # of the previous document
         self._in_order = True
         self._saved: tuple[int, int] | None = None
         self._lock = threading.Lock()
@@ -206,10 +207,11 @@ class DocumentSource:
         ended = False
         while not ended:
             ended = self._ended  # nothing is put after this
-            with self._lock:
-                batch = self._buffer
-                self._buffer = []
-                self._bytes = 0
+            # In this order, the reader may count a document that is no longer in the buffer, until
+            # the next poll. A lock would cost more for each document than its place in the buffer.
+            self._bytes = 0
+            batch = self._buffer.copy()
+            del self._buffer[: len(batch)]
             if not self._room.is_set():  # setting a set event takes its lock, too
                 self._room.set()
             if batch:
@@ -286,9 +288,8 @@ class DocumentSource:
                         if self._closed:
                             return
                         self._room.wait()
-                    with self._lock:
-                        self._buffer.append(source)
-                        self._bytes += source.size
+                    self._bytes += source.size
+                    self._buffer.append(source)
                     if self._closed:
                         return
             self._read = ordinal - point.next_ordinal
@@ -310,11 +311,12 @@ class DocumentSource:
     def _check_order(self, source: SourceDocument) -> None:
         """Decides whether a resume may start after the previous document."""
         position = position_of(source.document)
+        last = self._last
         previous = self._previous
+        self._last = position
         self._previous = source
         if previous is None:
             return
-        last = position_of(previous.document)
         # The first two numbers of a position give the order of reading.
         if self._in_order and position and last and last[:2] < position[:2]:
             previous.resumable = True

@@ -40,6 +40,7 @@ from datatrove_ckpt.process.shutdown import Shutdown
 
 MINUTE_SECONDS = 60.0
 _COUNTED_AT_ONCE = 1000  # answers
+_BOUNDS = np.array(BOUNDS)
 _MAX_ID = 200  # characters of a document's id
 _MAX_EXCERPT = 200  # characters of its beginning, and as many of its end
 
@@ -115,7 +116,7 @@ class RankReporter:
             recent = self._recent.copy()  # others may come while these are counted
             columns = zip(*recent, strict=True)
             for name, values in zip(history.HISTOGRAMS.values(), columns, strict=False):
-                buckets = np.searchsorted(BOUNDS, values, "right")  # faster than bisect
+                buckets = np.searchsorted(_BOUNDS, values, "right")  # faster than bisect
                 getattr(self._spread, name).update(buckets.tolist())
             del self._recent[: len(recent)]
 

@@ -35,7 +35,7 @@ from datatrove_ckpt.generation.requests import (
     RolloutRequests,
 )
 from datatrove_ckpt.generation.results import DROPPED, ResultEncoder
-from datatrove_ckpt.generation.side_effects import EffectWatch, current
+from datatrove_ckpt.generation.side_effects import OURS, EffectWatch, current, watched
 from datatrove_ckpt.generation.user_rollout import name_of
 from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.process.shutdown import exit_error
@@ -64,11 +64,9 @@ class DocumentRollouts:
     ) -> FinishedDocument:
         document = source.document
         self.results.check(document)
-        rank_requests = self.requests
-        requests = [
-            RolloutRequests(rank_requests, answers, index, rank_requests.model)
-            for index in self._rollouts
-        ]
+        requests = []
+        for index in self._rollouts:  # a comprehension would be a call for each document
+            requests.append(RolloutRequests(self.requests, answers, index, self.requests.model))
         results: list[object]
         if source.finished is not None:
             document.metadata, results = source.finished
@@ -87,7 +85,8 @@ class DocumentRollouts:
             results = [result for result in results if result is not None]
         data = self.results.encode(document, results, answers)
         if self.results.is_doubtful(data):
-            await self.results.try_writer(data, source.id)
+            with watched(OURS):
+                await self.results.try_writer(data, source.id)
             self._raise_if_stopping(answers)
         is_dropped = data == DROPPED
         self._dropped += is_dropped
@@ -124,7 +123,8 @@ class DocumentRollouts:
                 task.cancel()
 
     async def _run_rollout(self, document: Document, request: RolloutRequests) -> object:
-        token = current.set(self.watch)  # ``watched`` costs each document a generator
+        # Until the end of the task, which is the document's: a reset would cost as much again.
+        current.set(self.watch)
         try:
             result = await self.rollout_fn(document, BoundGenerate(request))
         except BaseException as error:
@@ -136,8 +136,6 @@ class DocumentRollouts:
             if self._shutdown.aborted or self._shutdown.raised(error):
                 raise
             raise exit_error(f"the rollout {name_of(self.rollout_fn)}", error) from error
-        finally:
-            current.reset(token)
         end_fork(self._pid)
         if document is result:
             raise DocumentNotSerializable(

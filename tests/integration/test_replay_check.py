@@ -14,8 +14,10 @@ import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import numpy as np
 import orjson
 import pytest
+from datatrove.pipeline.writers import JsonlWriter
 from loguru import logger
 from xxhash import xxh3_64_intdigest
 
@@ -282,6 +284,24 @@ def test_what_once_does_is_no_side_effect(tmp_path, server, monkeypatch):
     assert len(recorded(tmp_path)) == 5
     go_on(tmp_path, server, rollout)
     assert effect.number == 12
+    assert not void(tmp_path)
+
+
+def test_what_the_trial_of_the_writer_does_is_no_side_effect(tmp_path, server):
+    effect = Effect(tmp_path)
+
+    def logged(writer, document):
+        with effect.path.open("a") as file:
+            file.write("x")
+        return {"text": document.text}
+
+    async def rollout(document, generate):
+        document.metadata["value"] = np.float32(1)  # which the writer tries
+        return await generate(chat(document.text))
+
+    writer = JsonlWriter(str(tmp_path / "output"), "${chunk_index}.jsonl", None, logged)
+    run_job(tmp_path, server, 5, rollout, output_writer=writer)
+    assert effect.number > 5
     assert not void(tmp_path)
 
 

@@ -871,7 +871,7 @@ class OpenCheckpoint:
     def publishing_behind(self) -> bool:
         if self._settings.placed_later:
             return self._disk_space.holds_up(self.publishing)
-        return self.publishing > MAX_PUBLISHING
+        return self._complete - self._files.committed > MAX_PUBLISHING
 
     @property
     def publishing(self) -> int:

@@ -54,7 +54,7 @@ class DocumentLimit:
 
     def admits(self, size: int) -> bool:
         """Returns False if ``acquire`` must be awaited."""
-        if size > _SMALL or self._is_full:
+        if size > _SMALL or (self._in_work >= self._size and self._is_full):
             return False
         self._in_work += 1
         return True

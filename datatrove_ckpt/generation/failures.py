@@ -250,7 +250,7 @@ class FailurePolicy:
         ordinal: int,
         error: BaseException,
         payload_hashes: list[str],
-        rejections: list[RequestRejected],
+        rejections: tuple[RequestRejected, ...],
     ) -> bytes:
         """Returns a line of ``dead_letters.jsonl``.
 
@@ -318,7 +318,7 @@ def drops(error: BaseException) -> bool:
 _BAD_REQUEST = "BadRequestError"
 
 
-def is_bad_request(error: BaseException, rejections: list[RequestRejected]) -> bool:
+def is_bad_request(error: BaseException, rejections: tuple[RequestRejected, ...]) -> bool:
     """Whether an error means a rejected request.
 
     datatrove searches the whole text of an ``InferenceError``, payload included, for

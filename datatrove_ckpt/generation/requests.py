@@ -167,6 +167,7 @@ class DocumentAnswers:
     """
 
     failure: CkptError | None = None
+    rejections: tuple[RequestRejected, ...] = ()
     is_asked = False
     failed = cut_off = empty = 0
     parked = batch_answers = paid = cost = 0
@@ -177,7 +178,6 @@ class DocumentAnswers:
         self.slot = slot
         self.order = self.ordinal_in_run = slot.ordinal
         self.doc_id = doc_id
-        self.rejections: list[RequestRejected] = []
         self.occurrences: dict[tuple[int, str], int] = {}
         self.hashes = [""] * rollouts
         self.payloads: list[Payload] = [{}] * rollouts
@@ -330,9 +330,9 @@ class DocumentAnswers:
 
     def next_key(self, rollout_idx: int, digest: str) -> AnswerKey:
         request = rollout_idx, digest
-        key = AnswerKey(rollout_idx, digest, self.occurrences.get(request, 0))
-        self.occurrences[request] = key.occurrence + 1
-        return key
+        occurrence = self.occurrences.get(request, 0)
+        self.occurrences[request] = occurrence + 1
+        return AnswerKey(rollout_idx, digest, occurrence)
 
     def count_failed(self, rollout_idx: int) -> None:
         self.failed += 1
@@ -383,7 +383,6 @@ _WITH_SCHEMA = frozenset({"response_format", "structured_outputs", "json_schema"
 
 
 _SIMPLE = frozenset({str, int, bool})
-_TEXTS = frozenset({str})
 
 
 def _is_simple(payload: Payload) -> bool:
@@ -394,8 +393,11 @@ def _is_simple(payload: Payload) -> bool:
         kind = type(value)
         if kind is list:
             for item in value:
-                if type(item) is not dict or not _TEXTS.issuperset(map(type, item.values())):
+                if type(item) is not dict:
                     return False
+                for text in item.values():
+                    if type(text) is not str:
+                        return False
         elif kind not in _SIMPLE and not (kind is float and value - value == 0):
             return False
     return True
@@ -596,7 +598,7 @@ class RolloutRequests:
             answers.count_failed(rollout_idx)
             if isinstance(error, RequestRejected):
                 named(error, config.name)
-                answers.rejections.append(error)
+                answers.rejections += (error,)
                 raise failed(error, payload) from error
             raise
         answers.count(rollout_idx, result, api, question_of(payload))

@@ -306,7 +306,7 @@ class Work:
         request = Request(self.sender)
         target = await self.router.acquire(request)
         await turns(4)
-        self.router.release(target, request)
+        self.router.release(target)
 
 
 async def plain(ask):

@@ -45,7 +45,7 @@ def request(text="", order=0):
 
 async def release(made, target):
     """Ends a request at the server, and lets those go that may."""
-    made.release(target, Request())
+    made.release(target)
     await turns(5)
 
 
@@ -77,7 +77,7 @@ async def test_it_waits_for_a_place_there_while_others_go_ahead():
     assert not waits.done()
     other = await made.acquire(request("two", 9))
     assert other is not full[0]
-    made.release(full[0], Request())
+    made.release(full[0])
     assert await waits is full[0]
 
 
@@ -86,7 +86,7 @@ async def test_it_goes_to_a_server_that_stands_idle_which_becomes_a_home():
     full = [await made.acquire(request("one")) for _ in range(8)]
     other = await made.acquire(request("one"))
     assert other is not full[0]
-    made.release(full[0], Request())
+    made.release(full[0])
     assert await made.acquire(request("one")) is other  # the least busy home
 
 
@@ -199,7 +199,7 @@ async def test_no_more_than_the_window_goes_ahead_of_a_request():
     assert not late.done()
     assert made.take(request("three", WINDOW + 2)) is None
     assert made.take(request("two", 0)) is other
-    made.release(other, Request())
+    made.release(other)
     await release(made, home)
     assert held[0].done()
     assert late.done()
@@ -207,7 +207,7 @@ async def test_no_more_than_the_window_goes_ahead_of_a_request():
 
 async def test_waiting_requests_are_looked_at_only_if_one_may_go(monkeypatch):
     made, home, other, held = await with_a_full_window()
-    made.release(other, Request())
+    made.release(other)
     looked_up = []
     homes = PrefixIndex.homes
     monkeypatch.setattr(
@@ -215,7 +215,7 @@ async def test_waiting_requests_are_looked_at_only_if_one_may_go(monkeypatch):
     )
     other.limit = 9
     made.take(request())
-    made.release(other, Request())
+    made.release(other)
     assert not looked_up
     await release(made, home)
     assert held[0].done()
@@ -333,7 +333,7 @@ async def test_a_request_goes_when_an_answer_took_fewer_tokens_than_expected():
     assert not waits.done()
     for one in sent:
         target.limits.answered(one.quota_use, 20)
-        made.release(target, one)
+        made.release(target)
     await turns(5)
     assert waits.done()
 
@@ -348,7 +348,7 @@ async def test_a_request_goes_to_a_server_that_answers_again_while_others_wait_f
     (waits,) = await waiting(made, Request())
     assert not waits.done()
     failing.failures = 0
-    made.release(failing, trial)
+    made.release(failing)
     await turns(5)
     assert waits.done()
 
@@ -404,7 +404,7 @@ async def test_a_request_that_is_cancelled_as_it_gets_its_place_gives_it_back():
     target = await made.acquire(Request())
     cancelled, next_one = acquire(made), acquire(made)
     await turns(5)
-    made.release(target, Request())  # which gives the place on
+    made.release(target)  # which gives the place on
     cancelled.cancel()
     await turns(5)
     assert (cancelled.cancelled(), next_one.done(), made.in_flight) == (True, True, 1)
@@ -431,7 +431,7 @@ async def test_a_quarantined_request_is_alone_and_the_youngest_goes_first():
     assert (young.done(), old.done(), normal.done()) == (True, False, False)
     await release(made, target)
     assert (old.done(), normal.done()) == (True, False)
-    made.release(target, Request())
+    made.release(target)
     await normal
 
 
@@ -468,11 +468,11 @@ async def test_the_members_of_a_group_whose_server_died_run_alone():
         assert len(group) == expected
         if expected < 4:
             for request in group:
-                made.release(waiting.pop(request).result(), Request())
+                made.release(waiting.pop(request).result())
     death = made.mark_dead(made.targets[0], "bang")
     for request in group:
         request.record_death(death, 0)
-        made.release(waiting.pop(request).result(), Request())
+        made.release(waiting.pop(request).result())
     assert made.targets[0].in_flight == 0
     again = [acquire(made, request) for request in group]
     made.targets[0].up = True
@@ -495,6 +495,6 @@ async def test_attributed_deaths_quarantine_no_other_request():
     await turns(5)
     assert not any(task.done() for task in waiting)
     made.attribute_deaths(guilty)
-    made.release(made.targets[0], Request())
+    made.release(made.targets[0])
     await asyncio.gather(*waiting)
     assert not innocent.is_quarantined

@@ -111,7 +111,7 @@ class World:
             attempt.end()
             target.attempts.discard(attempt)
             del self.held[end]
-            self.router.release(target, request)
+            self.router.release(target)
         return not attempt.lost
 
     # what must hold -------------------------------------------------------------------------------

@@ -751,9 +751,7 @@ class CompletionClient:
         clock: RequestClock | None = None
         rejection: CkptError | None = None
         while True:
-            target = self._router.take(request)
-            if target is None:
-                target = await self._router.acquire(request)
+            target = self._router.take(request) or await self._router.acquire(request)
             deaths = len(request.deaths)
             was_quarantined = deaths > 0 and request.is_quarantined
             try:
@@ -785,7 +783,7 @@ class CompletionClient:
                 failure = error
                 clock, delay = await self._failed(error, target, request, clock, body, api)
             finally:
-                self._router.release(target, request)
+                self._router.release(target)
             if rejection is not None:
                 await self._decide(target, request, body, asked, rejection)
                 return await self.complete(body, asked, request)
@@ -953,7 +951,7 @@ class CompletionClient:
             if error.refusal is None and not self._router.has_spent:
                 self.outage.failed(error, self.servers.oldest_in_flight)
         finally:
-            self._router.release(target, request)
+            self._router.release(target)
             evidence.probe_at = now + PROBE_INTERVAL
         work.failed += 1
         return False

@@ -687,10 +687,10 @@ class Router:
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
-                self.release(future.result(), request)
+                self.release(future.result())
             raise
 
-    def release(self, target: Target, request: Request) -> None:
+    def release(self, target: Target) -> None:
         was_full = self.in_flight >= self._limit
         load = target.load
         target.add_in_flight(-1)

@@ -297,7 +297,7 @@ class DocumentSource:
                 self._shard = record.to_json()
             last = self._previous
             if last is not None:
-                last.resumable = self._in_order and position_of(last.document) is not None
+                last.resumable = self._in_order and self._last is not None
                 last.stats = last.stats or self._stats.saved(ended=True)
         except BaseException as error:  # the rank raises the reader's error
             end_fork(pid, error)

@@ -745,12 +745,10 @@ class RolloutRequests:
         """
         if not NOT_ANSWERING.isdisjoint(payload) and api.path in _IN_TIERS:
             payload = {name: value for name, value in payload.items() if name not in NOT_ANSWERING}
-        usual = self.model.usual
-        if api is not usual:
-            if api.name != usual.name:
-                payload = {**payload, "$way": api.name}
-            if api.extras and api.extras["extra_query"]:
-                payload = {**payload, "$query": api.extras["extra_query"]}
+        if api.name != self.model.usual.name:
+            payload = {**payload, "$way": api.name}
+        if api.extras and api.extras["extra_query"]:
+            payload = {**payload, "$query": api.extras["extra_query"]}
         if retry_of:
             payload = {**payload, "$retry": retry_of}
         if self.config.name:

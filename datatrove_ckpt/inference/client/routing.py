@@ -691,14 +691,12 @@ class Router:
             raise
 
     def release(self, target: Target) -> None:
-        was_full = self.in_flight >= self._limit
+        was_full = target.reserved or self.in_flight >= self._limit
         load = target.load
         target.add_in_flight(-1)
         self.in_flight -= 1
-        if target.reserved:
-            was_full = True
-            if self._quarantine.in_flight:
-                self._quarantine.finish_one()
+        if target.reserved and self._quarantine.in_flight:
+            self._quarantine.finish_one()
         # No waiting request could be sent before. Only these changes may free a request, and, if
         # requests wait for the next minute, an answer with fewer tokens than expected, or the first
         # answer of a server that failed.

@@ -100,7 +100,7 @@ class Job:
         with self._lock:
             if not self.killed.is_set():
                 self.killed.set()
-                os.killpg(self._processes[-1].pid, self._number)
+                _send(self._number, self._processes[-1:])
 
     def finish(self):
         """Returns the exit code of the process that has begun first."""

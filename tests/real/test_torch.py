@@ -81,7 +81,7 @@ def test_the_script_in_the_docs_goes_on_after_kills(tmp_path, started):
 
 def test_a_tensor_of_a_document_counts_by_type_shape_and_content():
     def kept(tensor):
-        return as_read(Document(text="", id="a", metadata={"tensor": tensor}))
+        return as_read(Document(text="", id="a", metadata={"tensor": tensor})).data
 
     ones = [
         torch.ones(2),

@@ -385,7 +385,7 @@ def _to_hide(revealed: Iterable[str]) -> list[str]:
     return [*revealed, *environment_secrets(is_secret).values(), *_sent]
 
 
-_ESCAPE = re.compile(r"\\|%|&#")
+_ESCAPE = re.compile(r"\\|%[0-9A-Fa-f]|&#[0-9x]")
 _MOST_ESCAPED = 24  # characters that ``_escaped`` matches for one character
 
 

@@ -233,6 +233,7 @@ async def test_only_the_metrics_with_our_names_are_asked_for_where_the_server_ca
     async def get(url, api_key, seconds, proxied):
         path, query = url.reveal().path, url.reveal().query
         requests.append((path, "".join({*query})))
+        assert not any(url.secrets)  # else no message could name these metrics
         if not query:
             return Response(200, VLLM_METRICS.encode())
         assert "vllm:cache_config_info" in query.getall("name[]")

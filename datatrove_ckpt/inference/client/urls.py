@@ -17,6 +17,7 @@ from datatrove_ckpt.errors import ConfigError
 
 _VERSION = re.compile(r"v\d+[a-z0-9]*")
 _WHOLE = ("completions", "embeddings")  # the last part of a complete address
+_PUBLIC = ("api-version", "name[]")  # fields of queries: Azure's, and names of metrics
 
 
 Extras = dict[str, dict[str, str]]
@@ -81,7 +82,7 @@ class HiddenUrl:
         sends.
         """
         url = self._url
-        values = [value or name for name, value in url.query.items() if name != "api-version"]
+        values = [value or name for name, value in url.query.items() if name not in _PUBLIC]
         for text in (*values, url.password or url.user or ""):
             yield text
             yield text.replace(" ", "+")
